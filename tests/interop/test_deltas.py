@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from worlds import World, on_ranks, ranked
 
 import zerokern as zk
 from zerokern.core.errors import IoError, StateError
 from zerokern.kernels.changed import Packed
+from zerokern.optim.changed import Changes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -159,6 +163,48 @@ def test_a_state_dict_with_tied_names_gets_each() -> None:
     assert all(torch.equal(one, there[name]) for name, one in case.model.state_dict().items())
 
 
+def test_one_memory_for_two_tensors_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].load_state_dict(model[0].state_dict())
+    one = model[0].weight.detach().clone()
+    follower = zk.deltas(model, None)
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    before, delta = one.clone(), follower.take()
+    with pytest.raises(StateError, match=r"'1\.weight' and '0\.weight' are one memory"):
+        delta.apply_({"0.weight": one, "1.weight": one})
+    assert torch.equal(one, before)
+
+
+@ranked
+def apply_to_ranks_that_differ(world: World, stage: int) -> list[str]:
+    case = Case()
+    there = world.shard(copy.deepcopy(case.mirror), stage=stage)
+    before = {name: one.clone() for name, one in case.mirror.state_dict().items()}
+    case.step()
+    delta, said = case.follower.take(), []
+    if world.rank == 1:
+        there.seen.add_(1)
+    for one in (delta, zk.Delta(delta.tensors | {"more": delta.tensors["seen"]}) if world.rank else delta):
+        with pytest.raises(StateError) as error:
+            one.apply_(there)
+        said.append(str(error.value))
+        with zk.gathered(there):
+            assert all(torch.equal(one, before[name]) for name, one in there.named_parameters())
+    there.seen.zero_()
+    delta.apply_(there)
+    with zk.gathered(there):
+        assert all(torch.equal(one, there.state_dict()[name]) for name, one in case.model.state_dict().items())
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_ranks_refuse_what_one_does(stage: int) -> None:
+    first, second = on_ranks(2, apply_to_ranks_that_differ, stage)
+    assert first[0].startswith("rank 1 cannot apply the delta, so no rank does: 'seen' is not")
+    assert second[0].startswith("'seen' is not as it was") and "lacks ['more']" in first[1] and "lacks" in second[1]
+
+
 @pytest.mark.parametrize("tier", ["device", "cpu"])
 @pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=0), zk.Delayed(after=2)], ids=str)
 def test_two_followers_and_each_has_its_own_time(tier: str, schedule: Any) -> None:
@@ -224,16 +270,48 @@ def test_optimizers_that_come_and_go() -> None:
     assert "one.weight" in case.dense()  # nobody tells what it changes
 
 
-def test_masters_that_were_loaded_without_their_parameters() -> None:
-    case = Case(lr=3e-4, master_format="fp32")
-    case.step()
+@pytest.mark.parametrize("asks", [0, 2])
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+@pytest.mark.parametrize("schedule", ["sync", zk.Delayed(after=0), zk.Delayed(after=2)], ids=str)
+def test_masters_that_were_loaded_without_their_parameters(tier: str, schedule: Any, asks: int) -> None:
+    case = Case(master_format="fp32", tier=tier, schedule=schedule)
+    for _ in range(4):
+        case.step()
+    case.opt.flush()
     case.take()
     state = copy.deepcopy(case.opt.state_dict())
-    for entry in state["state"].values():
-        entry["master"].add_(1.0)
+    for one in state["state"].values():
+        one["master"].add_(1.0)
     case.opt.load_state_dict(state)
-    case.step()
+    for _ in range(asks):  # between the load and the update that shows those masters
+        case.take()
+    for _ in range(4):
+        case.step()
+        case.take()
+    case.opt.flush()
     case.take()
+    for _ in range(2):
+        case.step()
+    case.take()
+    assert not case.take().names
+
+
+def test_a_second_follower_gets_nothing_from_before() -> None:
+    case = Case()
+    case.step()
+    other = zk.deltas(case.model, case.opt)
+    assert not other.take().names
+    assert case.take().names
+    del case.follower, other
+    gc.collect()
+    case.follower = zk.deltas(case.model, case.opt)
+    assert not case.take().names
+
+
+def test_bits_of_rows_that_grow_are_kept() -> None:
+    changes, tensor = Changes(), torch.zeros(64)
+    changes.rows([(tensor, 4, 8, False)])[0].fill_(1)
+    assert changes.rows([(tensor, 4, 20, False)])[0].tolist() == [1, 0, 0]
 
 
 def test_several_optimizers_of_one_model() -> None:
@@ -284,6 +362,42 @@ def test_a_file_keeps_all(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"zerokern delta 1", b"zerokern delta 9"))
     with pytest.raises(IoError, match="delta 9"):
         zk.Delta.load(path)
+
+
+@pytest.mark.parametrize("place", [0, 2, 3])
+@pytest.mark.parametrize("value", [-1, 1.5, float("inf"), 1 << 64, "7", None, True, [-3]], ids=str)
+def test_numbers_of_a_file_that_are_none_are_refused(tmp_path: Path, value: Any, place: int) -> None:
+    case = Case()
+    case.step()
+    case.follower.take().save(path := tmp_path / "delta.safetensors")
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    described = json.loads(content[8 : 8 + length])
+    listed = json.loads(described["__metadata__"]["tensors"])
+    row = listed["one.weight"]
+    row[max(place, 1)] = value if place else [value, 40]
+    described["__metadata__"]["tensors"] = json.dumps(listed)
+    text = json.dumps(described).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with pytest.raises(IoError, match="is no delta that"):
+        zk.Delta.load(path)
+
+
+@pytest.mark.parametrize("part", ["counts", "places", "values"])
+@pytest.mark.parametrize("how", ["short", "other dtype"])
+def test_parts_that_do_not_belong_together_are_refused_by_name(part: str, how: str) -> None:
+    case = Case(lr=1e-5)
+    case.step()
+    delta = case.follower.take()
+    one = delta.tensors["one.weight"]
+    assert isinstance(one.part, Packed)
+    wrong = getattr(one.part, part)
+    wrong = wrong[:-1] if how == "short" else wrong.to(torch.float64)
+    one.part = dataclasses.replace(one.part, **{part: wrong})
+    before = copy.deepcopy(case.mirror.state_dict())
+    with pytest.raises(StateError, match=r"'one\.weight' cannot be read"):
+        delta.apply_(case.mirror)
+    assert all(torch.equal(one, before[name]) for name, one in case.mirror.state_dict().items())
 
 
 def test_the_reader_in_numpy_does_the_same(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.checkpoint.training_state import finish_updates, named_tensors, refuse_meta
+from zerokern.comm import during
 from zerokern.core.errors import IoError, StateError, got
 from zerokern.interop.tensorfile import DTYPES, code_of, header, read_header
 from zerokern.io.advice import file_error, on_disk
 from zerokern.io.renaming import Folder
 from zerokern.kernels.changed import Packed, unpack_changed
 from zerokern.zero.full_parameters import full_parameters
-from zerokern.zero.kinds import is_placed
+from zerokern.zero.kinds import is_placed, shardings_of
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["Delta", "Difference", "print_of", "weighted_sum"]
@@ -37,8 +39,8 @@ _OTHER = (
 )
 _UNCOUNTED = (
     "{name!r} would not be what it is in the model that is followed: its values were written there where nobody "
-    "counts it (`.data`, numpy, a pointer). Nothing was changed; write within torch.no_grad() instead, so that the "
-    "tensor is sent whole, and begin again from a full copy"
+    "counts it (`.data`, numpy, a pointer), or the delta was damaged. Nothing was changed; write within "
+    "torch.no_grad() instead, so that the tensor is sent whole, and begin again from a full copy"
 )
 
 
@@ -92,6 +94,21 @@ class Difference:
     @property
     def nbytes(self) -> int:
         return 0 if self.part is None else self.part.nbytes
+
+    def misfit(self, name: str, flat: Tensor) -> StateError | None:
+        """Returns what is wrong where this is applied to the values of `flat`, which stay: they were others before, or
+        would not be those from afterwards."""
+        now = weighted_sum(flat)
+        if now != self.before:
+            return StateError(_OTHER.format(name=name, now=now, then=self.before))
+        if self.part is not None:
+            flat = flat.clone()
+            try:
+                self.put(flat)
+            except (TypeError, ValueError, RuntimeError) as error:
+                return StateError(f"what has changed of {name!r} cannot be read; nothing was changed: {error}")
+            now = weighted_sum(flat)
+        return StateError(_UNCOUNTED.format(name=name)) if now != self.after else None
 
     def put(self, flat: Tensor) -> None:
         """Writes the new values into a flat tensor."""
@@ -161,21 +178,28 @@ class Delta:
 
         Everything is checked first: names, shapes, dtypes, that the values are those from before, and that they become
         those that the followed model has. A StateError names the tensor, and nothing was changed then. Under `zk.shard`
-        every rank calls it, with the same delta; at stage 3 one parameter at a time is whole.
+        every rank calls it, with the same delta, and all raise where one does; at stage 3 one parameter at a time is
+        whole.
         """
-        found = self._targets(target)
+        if not isinstance(target, (nn.Module, Mapping)):
+            raise TypeError(got("target", type(target).__name__, "an nn.Module or a state_dict"))
+        groups: list[Any] = []
+        if isinstance(target, nn.Module):
+            finish_updates(target)
+            shardings = shardings_of(map(shard_of, named_tensors(target).values()))
+            groups = list({id(one.group): one.group.everyone for one in shardings}.values())
+        found: list[tuple[str, Difference, Tensor]] = []
+        failure: Exception | None = None
+        try:
+            found = self._targets(target)
+        except (StateError, ValueError) as error:
+            failure = error
+        self._agree(groups, failure)
         for name, one, tensor in found:
             with _opened(tensor, write=False) as there:
-                flat = there.detach().contiguous().view(-1)
-                now = weighted_sum(flat)
-                if now != one.before:
-                    raise StateError(_OTHER.format(name=name, now=now, then=one.before))
-                if one.part is not None:
-                    flat = flat.clone()
-                    one.put(flat)
-                    now = weighted_sum(flat)
-                if now != one.after:
-                    raise StateError(_UNCOUNTED.format(name=name))
+                wrong = one.misfit(name, there.detach().contiguous().view(-1))
+            failure = failure or wrong  # and on to the end: at stage 3 the other ranks gather all of them
+        self._agree(groups, failure)
         for _, one, tensor in found:
             if one.part is None:
                 continue
@@ -189,15 +213,26 @@ class Delta:
                 if not there.is_inference():
                     torch.autograd.graph.increment_version(there)
 
-    def _targets(self, target: Any) -> list[tuple[str, Difference, Tensor]]:
+    def _agree(self, groups: Sequence[Any], failure: Exception | None) -> None:
+        """Raises on all ranks what is wrong on one of them: no rank writes then, and none waits for another one."""
+        for group in groups:
+            with during("apply_ of a delta", of="zk.Delta"):
+                everyone = group.exchange(["" if failure is None else str(failure), self.before, self.after])
+            for rank, (theirs, *prints) in enumerate(everyone):
+                if theirs and failure is None:
+                    failure = StateError(f"rank {rank} cannot apply the delta, so no rank does: {theirs}")
+                elif prints != [self.before, self.after] and failure is None:
+                    do = "Nothing was changed; give all ranks of zk.shard the same one"
+                    failure = StateError(f"rank {rank} has another delta than this one. {do}")
+        if failure is not None:
+            raise failure
+
+    def _targets(self, target: nn.Module | Mapping[str, Any]) -> list[tuple[str, Difference, Tensor]]:
         """Returns what is written, each memory once; raises unless it fits."""
         if isinstance(target, nn.Module):
-            finish_updates(target)
             there: Mapping[str, Any] = named_tensors(target)
-        elif isinstance(target, Mapping):
-            there = {name: one for name, one in target.items() if isinstance(one, Tensor)}
         else:
-            raise TypeError(got("target", type(target).__name__, "an nn.Module or a state_dict"))
+            there = {name: one for name, one in target.items() if isinstance(one, Tensor)}
         rows = {**self.tensors, **{name: self.tensors[of] for name, of in self.aliases.items() if name in there}}
         for what, names in (("lacks", rows.keys() - there.keys()), ("has also", there.keys() - rows.keys())):
             if names:
@@ -215,7 +250,12 @@ class Delta:
                     f"{one.shape}: it is of another model"
                 )
             key = (tensor.data_ptr(), tensor.shape) if tensor.numel() and not isinstance(tensor, Sharded) else name
-            found.setdefault(key, (name, one, tensor))
+            known, other, _ = found.setdefault(key, (name, one, tensor))
+            if (other.before, other.after) != (one.before, one.after):
+                raise StateError(
+                    f"{name!r} and {known!r} are one memory in what the delta is applied to, and two tensors in the "
+                    "model that is followed. Nothing was changed; apply it to a copy in which they are not tied"
+                )
         return list(found.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -265,8 +305,7 @@ class Delta:
                 raise ValueError(f"its format is {read.metadata['format']!r}, and {FORMAT!r} is known")
             listed, aliases = json.loads(read.metadata["tensors"]), json.loads(read.metadata["aliases"])
             tensors = {
-                name: Difference(tuple(map(int, shape)), DTYPES[code], int(before), int(after))
-                for name, (code, shape, before, after) in listed.items()
+                name: _difference(code, shape, before, after) for name, (code, shape, before, after) in listed.items()
             }
             made = cls(tensors, {str(name): str(of) for name, of in aliases.items()})
             if not set(made.aliases.values()) <= tensors.keys():
@@ -288,6 +327,14 @@ class Delta:
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise file_error(whole, f"is no delta that zk.Delta.save has written: {error}", 0) from error
         return made
+
+
+def _difference(code: str, shape: Any, before: Any, after: Any) -> Difference:
+    if not isinstance(shape, list) or not all(
+        type(one) is int and 0 <= one < 1 << 64 for one in (*shape, before, after)
+    ):
+        raise ValueError("a shape or a checksum is none")
+    return Difference(tuple(shape), DTYPES[code], before, after)
 
 
 def _read(path: Path, entries: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -173,6 +173,8 @@ class Deltas:
 
     def _follow(self, optimizer: FusedOptimizer) -> None:
         here = optimizer.holdings
+        if not here.delays:
+            here.changes.tell(here.shards)  # what was changed before is of no delta of this one
         here.changes.add(self._reader, loaded=here.binding is None and bool(here.held))
 
     def _collect(self) -> None:

@@ -22,13 +22,14 @@ _EVERY = 0xFF
 
 class _Mask:
     """The bits of one tensor that is updated. `apart`: by their first element, those of rows that begin within a byte:
-    two rows, of which each may run in a thread of its own, share none."""
+    two rows, of which each may run in a thread of its own, share none. `rounds`: kernels read its master alone."""
 
     def __init__(self, tensor: Tensor, fill: int) -> None:
         refuse_capture(tensor.device)
         self.tensor = tensor  # which keeps its id
         self.bits = torch.full((-(-tensor.numel() // 8),), fill, dtype=torch.uint8, device=tensor.device)
         self.apart: dict[int, Tensor] = {}
+        self.rounds = False
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether the tensor has not been given memory elsewhere, or for other elements."""
@@ -40,7 +41,10 @@ class _Mask:
             return self.bits[start // 8 : start // 8 + -(-numel // 8)]
         there = self.apart.get(start)
         if there is None or there.numel() < -(-numel // 8):
-            there = self.apart[start] = self.bits.new_zeros(-(-numel // 8))
+            last, there = there, self.bits.new_zeros(-(-numel // 8))
+            if last is not None:
+                there[: last.numel()] = last  # of rows that were shorter
+            self.apart[start] = there
         return there
 
     def take(self) -> Tensor | None:
@@ -55,6 +59,10 @@ class _Mask:
         found = self.bits.clone() if bool(self.bits.any()) else None
         self.bits.zero_()
         return found
+
+    def fill(self) -> None:
+        """Counts every element as changed."""
+        self.bits.fill_(_EVERY)
 
 
 class Reader:
@@ -116,6 +124,7 @@ class Changes:
         self._masks: dict[int, _Mask] = {}
         self.publishes = False  # whether ranks send each other what updates change
         self._fill = 0  # of those of masters that may have been loaded without their parameters
+        self._renewed = False  # whether no update was made since state became another one
 
     @property
     def nbytes(self) -> int:
@@ -141,6 +150,7 @@ class Changes:
             mask = self._masks.get(id(tensor))
             if mask is None or not mask.fits(tensor):
                 mask = self._masks[id(tensor)] = _Mask(tensor, self._fill if rounds else 0)
+            mask.rounds = rounds
             found.append(mask.of(start, numel))
         return found
 
@@ -150,9 +160,13 @@ class Changes:
 
     def renew(self) -> None:
         """State is another one: what the next update changes it may know by values that nobody has seen."""
-        self._fill = _EVERY
+        self._fill, self._renewed = _EVERY, True
         for mask in self._masks.values():
-            mask.bits.fill_(_EVERY)
+            mask.fill()
+
+    def updated(self) -> None:
+        """An update was made: from now on bits say all that changes."""
+        self._renewed = False
 
     def wrote(self, updated: Iterable[Tensor]) -> None:
         """Values of these were written without bits: all of them count as changed."""
@@ -187,21 +201,25 @@ class Changes:
 
     def tell(self, shards: Any) -> None:
         """Tells readers what kernels have set until now; shards say whose values those that are updated stand for."""
-        if not self.wanted:
-            return
         owners = {id(updated): pair for *pair, updated in zip(shards.params, shards.local, shards.updated, strict=True)}
         for key, mask in self._masks.items():
-            bits = mask.take()
+            bits = self._take(mask)
             if bits is not None:
                 self._join(bits, owners.get(key, (mask.tensor,)))
 
     def take(self, piece: Tensor) -> Tensor:
         """Returns the bits of a piece that is published, and tells them to readers; of what no row has, none is set."""
         mask = self._masks.get(id(self._updated.get(id(piece), piece)))
-        bits = None if mask is None else mask.take()
+        bits = None if mask is None else self._take(mask)
         if bits is None:
             return torch.zeros(-(-piece.numel() // 8), dtype=torch.uint8)
         self._join(bits, (piece,))
+        return bits
+
+    def _take(self, mask: _Mask) -> Tensor | None:
+        bits = mask.take()
+        if self._renewed and mask.rounds:  # asked between a load and the next update, which has yet to show masters
+            mask.fill()
         return bits
 
     def _join(self, bits: Tensor, tensors: Iterable[Tensor]) -> None:
