@@ -31,8 +31,8 @@ class ChangedSpan:
     """Sends of this rank's span of one bucket the elements whose bits have changed; all ranks send as many bytes.
 
     How many that are follows from what all ranks needed last time, which each has seen, so nobody has to meet for it.
-    Where some rank needs more, everybody sees that in what was sent, and sends as many bytes as that one needs after it,
-    or the whole span.
+    Where some rank needs more, everybody sees that in what was sent. As many bytes as that one needs, or whole spans,
+    are sent after it.
     """
 
     def __init__(self, memory: BucketMemory, shards: Sequence[Shard]) -> None:
@@ -45,8 +45,7 @@ class ChangedSpan:
         self._watch = Watch((entry.param for entry in memory.entries), memory=False)
         self._watch_pieces = Watch((shard.piece for shard in self._shards), memory=False)
         self._most = int(_MOST * bucket.shard_numel * memory.dtype.itemsize)
-        self._room = self._most
-        self._paused = 0
+        self._room = self._paused = 0
         self._needs_all = False
 
     def look(self, *, written: bool = False) -> None:
