@@ -72,6 +72,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "broken": (False, True),
     "scaled": (False, True),
     "played": (False, True),
+    "publish": (None, "delta"),
 }
 WHOLE = ("muon", "chained")  # which update whole matrices; a chain has AdamW for the rest
 NARROW_MASTERS = (None, "fp32", "split16", "split8", "none")
@@ -101,6 +102,8 @@ def delays_on_disk(params: str, schedule: str) -> bool:
 RULES = [
     (("wrap", "where"), lambda wrap, where: where in PLACES.get(wrap, (where,))),
     (("wrap", "params"), lambda wrap, params: params == "device" or wrap == "stage 3"),
+    (("wrap", "publish"), lambda wrap, publish: publish is None or wrap in ("stage 1", "stage 2")),
+    (("played", "publish"), lambda played, publish: publish is None or not played),  # which a device's are refused
     (("wrap", "keep"), lambda wrap, keep: keep is None or sharded(wrap)),
     (("wrap", "dtype"), lambda wrap, dtype: dtype != "mixed" or sharded(wrap) or wrap == "fsdp2"),
     # FSDP2's parameters are fp32 and keep no remainder
@@ -163,6 +166,7 @@ class Program:
     broken: bool
     scaled: bool
     played: bool
+    publish: str | None
 
     def __str__(self) -> str:
         said = [(one.name, getattr(self, one.name)) for one in fields(self)]
@@ -198,7 +202,7 @@ class Program:
             keep = "device" if self.micro > 1 else None
         # where parameters are divided a norm is computed and looked at without a limit too
         clip = "never" if self.clip == "none" and divided(self.wrap) else self.clip
-        return replace(self, wrap=wrap, keep=keep, clip=clip, played=False, **plain)
+        return replace(self, wrap=wrap, keep=keep, clip=clip, played=False, publish=None, **plain)
 
     @property
     def _divided_first(self) -> bool:
@@ -214,7 +218,8 @@ class Program:
         stage = (int(self.wrap[-1]) + 1) % 4 if sharded(self.wrap) else 3
         stage = 1 if stage == 0 and self._divided_first else stage
         params = "device" if stage < 3 or delays_on_disk("nvme", self.schedule) else "nvme"
-        return replace(self, wrap=f"stage {stage}", params=params, tier=tier)
+        publish = self.publish if stage in (1, 2) else None
+        return replace(self, wrap=f"stage {stage}", params=params, tier=tier, publish=publish)
 
 
 def programs(meet: int) -> list[Program]:
@@ -325,6 +330,8 @@ class Training:
             return nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=True)
         elif sharded(program.wrap):
             places = {"tier": tier_of(program.params, self.folder / "params")}
+            if program.publish is not None:
+                places |= {"publish": program.publish}
             if program.keep is not None:
                 places |= {"keep": tier_of(program.keep, self.folder / f"keep-{self.world.rank}")}
             settings = {"mp_policy": policy, "micro": program.micro, "bucket_bytes": 1024, **places}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zerokern.optim.device import refuse_capture
+from zerokern.zero.changed_spans import ChangedSpan
 from zerokern.zero.kinds import version_of
 from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.watch import Watch
@@ -122,7 +123,9 @@ class Changes:
     def __init__(self) -> None:
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._masks: dict[int, _Mask] = {}
-        self.publishes = False  # whether ranks send each other what updates change
+        self._spans: list[ChangedSpan] = []  # of buckets of which ranks send each other what updates change
+        self._updated: dict[int, Tensor] = {}  # by pieces that are published
+        self._shards: Any = lambda: None  # a reference to those that this is of
         self._fill = 0  # of those of masters that may have been loaded without their parameters
         self._renewed = False  # whether no update was made since state became another one
 
@@ -134,7 +137,7 @@ class Changes:
     @property
     def wanted(self) -> bool:
         """Whether anybody reads them."""
-        return self.publishes or bool(self.readers)
+        return bool(self._spans or self.readers)
 
     def add(self, reader: Reader, *, loaded: bool) -> None:
         """Begins to tell a reader. `loaded`: no update has been made since state was loaded."""
@@ -182,12 +185,20 @@ class Changes:
         """Context manager around what versions count as writes, and bits tell."""
         for reader in self.readers:
             reader.look()
+        for span in self._spans:
+            span.look_at_pieces()
         yield
         for reader in self.readers:
             reader.accept()
+        for span in self._spans:
+            span.accept_pieces()
 
     def replace(self, last: Any, now: Any) -> None:
         """Shards are others: what was updated in the place of parameters may be gone, with its bits."""
+        if self._shards() is now:
+            return
+        self._shards = weakref.ref(now)
+        self._spans = [span for publisher in now.publishers for span in publisher.spans]
         if not self.wanted:
             return
         self._updated = dict(zip(map(id, now.local), now.updated, strict=True))

@@ -92,9 +92,7 @@ class StepRunner:
             last.look()
             self._publish(last)
         shards = here.shards = here.shards_of(groups)
-        if shards is not last:
-            here.changes.publishes = any(getattr(one, "publishes_changes", False) for one in shards.shardings)
-            here.changes.replace(last, shards)
+        here.changes.replace(last, shards)  # other ones than it knows, also where state was loaded since
         shards.shown.adopt(here.state, refuse_plain=stepped and last.stand_alone)
         if here.recorder is not None and shards is not last:
             for _, memory, name in buckets_of(shards, self._parts_of(shards)):

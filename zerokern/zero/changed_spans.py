@@ -31,7 +31,8 @@ class ChangedSpan:
     """Sends of this rank's span of one bucket the elements whose bits have changed; all ranks send as many bytes.
 
     How many that are follows from what all ranks needed last time, which each has seen, so nobody has to meet for it.
-    Where some rank needs more, or all, everybody sees that in what was sent, and sends the whole span after it.
+    Where some rank needs more, everybody sees that in what was sent. As many bytes as that one needs, or whole spans,
+    are sent after it.
     """
 
     def __init__(self, memory: BucketMemory, shards: Sequence[Shard]) -> None:
@@ -42,9 +43,9 @@ class ChangedSpan:
         of = {place.param: shard for place, shard in zip(bucket.places, shards, strict=True)}
         self._shards = [of[piece.param] for piece in self._pieces[group.rank]]
         self._watch = Watch((entry.param for entry in memory.entries), memory=False)
+        self._watch_pieces = Watch((shard.piece for shard in self._shards), memory=False)
         self._most = int(_MOST * bucket.shard_numel * memory.dtype.itemsize)
-        self._room = self._most
-        self._paused = 0
+        self._room = self._paused = 0
         self._needs_all = False
 
     def look(self, *, written: bool = False) -> None:
@@ -54,9 +55,17 @@ class ChangedSpan:
         """
         self._needs_all = bool(self._watch.written(accept=True)) or written or self._needs_all
 
+    def look_at_pieces(self) -> None:
+        """Notes what others than updates have written to pieces, before an update counts as such a write."""
+        self._needs_all = bool(self._watch_pieces.written(accept=True)) or self._needs_all
+
     def accept(self) -> None:
         """Takes the parameters as they are for published."""
         self._watch.accept_writes()
+
+    def accept_pieces(self) -> None:
+        """Takes the pieces as they are for published, which an update has counted as written."""
+        self._watch_pieces.accept_writes()
 
     def gather(self, send: Send, take: Take | None) -> Handle:
         """Starts to send.
@@ -69,38 +78,49 @@ class ChangedSpan:
         if self._paused:
             self._paused -= 1
             return send(self._memory.full)
-        group, packed = self._memory.group, []
-        wire = torch.empty(group.size, _HEAD + self._room, dtype=torch.uint8)
-        need = _NEEDS_ALL
+        need, packed = _NEEDS_ALL, []
         if not needs_all:
-            packed = [self._pack(*one) for one in zip(bits, self._pieces[group.rank], strict=True)]
+            packed = [self._pack(*one) for one in zip(bits, self._pieces[self._memory.group.rank], strict=True)]
             need = sum(_SIZES + one.nbytes for one in packed)
-        mine = wire[group.rank]
+        wire = self._wire(need, packed, self._room)
+        return Handle(partial(self._complete, wire, need, packed, [(wire, send(wire))], send))
+
+    def _wire(self, need: int, packed: Sequence[Packed], room: int) -> Tensor:
+        """Returns memory for what all ranks send, of which this rank's part is filled in as far as there is room."""
+        wire = torch.empty(self._memory.group.size, _HEAD + room, dtype=torch.uint8)
+        mine = wire[self._memory.group.rank]
         mine[:_HEAD].view(torch.int64).fill_(need)
-        if 0 < need <= self._room:
+        if 0 < need <= room:
             sizes = torch.tensor([(one.places.nbytes, one.values.nbytes) for one in packed], dtype=torch.int32)
             parts = [part.view(torch.uint8) for one in packed for part in (one.counts, one.places, one.values)]
             torch.cat([sizes.view(torch.uint8).view(-1), *parts], out=mine[_HEAD : _HEAD + need])
-        handle = send(wire)
-        return Handle(partial(self._complete, wire, handle, send))
+        return wire
 
     def _pack(self, bits: Tensor, piece: Piece) -> Packed:
         return pack_changed(bits, self._memory.own[piece.offset : piece.offset + piece.numel])
 
-    def _complete(self, wire: Tensor, handle: Handle, send: Send) -> None:
-        handle.wait()
-        group = self._memory.group
+    def _complete(
+        self, wire: Tensor, need: int, packed: Sequence[Packed], sent: list[tuple[Tensor, Handle]], send: Send
+    ) -> None:
+        """`sent`: what is under way; a second call, after a Ctrl-C, sends nothing again."""
+        sent[0][1].wait()
         needs = wire[:, :_HEAD].contiguous().view(torch.int64).view(-1).tolist()
-        if min(needs) == _NEEDS_ALL or max(needs) > self._room:
-            send(self._memory.full).wait()
-        else:
+        most, full = max(needs), self._memory.full
+        if most > self._room or min(needs) == _NEEDS_ALL:
+            if len(sent) == 1:
+                whole = most > self._most or min(needs) == _NEEDS_ALL
+                wire = full if whole else self._wire(need, packed, _rounded(most))
+                sent.append((wire, send(wire)))
+            wire = sent[1][0]
+            sent[1][1].wait()
+        if wire is not full:
             for rank, need in enumerate(needs):
-                if rank != group.rank:
+                if rank != self._memory.group.rank:
                     self._unpack(rank, wire[rank, _HEAD : _HEAD + need])
-        if max(needs) > self._most:
+        if most > self._most:
             self._paused, self._room = _PAUSE - 1, 0
-        elif max(needs) >= 0:
-            self._room = min(self._most, -(-(max(needs) * 5 // 4 + 512) // 64) * 64)
+        elif most >= 0:
+            self._room = min(self._most, _rounded(most * 5 // 4 + 512))
 
     def _unpack(self, rank: int, sent: Tensor) -> None:
         begin, pieces, full = rank * self._memory.bucket.shard_numel, self._pieces[rank], self._memory.full.data
@@ -111,3 +131,7 @@ class ChangedSpan:
         for piece, counts, places, values in zip(pieces, parts, parts, parts, strict=True):
             packed = Packed(piece.numel, counts, places, values.clone().view(self._memory.dtype))  # aligned
             unpack_changed(packed, full[begin + piece.offset :][: piece.numel])
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64

@@ -134,6 +134,11 @@ class Publisher:
             for spot in memory.bucket.places:
                 self._last_of[numbers[spot.param]] = number
 
+    @property
+    def spans(self) -> Iterable[ChangedSpan]:
+        """Those of buckets that are sent as what has changed."""
+        return self._spans.values()
+
     def gathers(self, memory: BucketMemory) -> bool:
         """Whether an update of this bucket ends with an all-gather."""
         return self._by_gather and memory.bucket.trainable and not memory.group.alone
@@ -147,6 +152,7 @@ class Publisher:
             torch.autograd.graph.increment_version([self._read[place] for place in updated])
         for span in self._spans.values():
             span.accept()
+            span.accept_pieces()
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None, take: Take | None = None) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others.
@@ -189,6 +195,7 @@ class Publisher:
             group.publishing.add(self)
         for span in self._spans.values():  # `announce` may come after the first gather
             span.look()
+            span.look_at_pieces()
 
     def begin(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
         """Show an update that is under way: `ready(i)` returns once bucket i has it, `tears` is called if it fails.
