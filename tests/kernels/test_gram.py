@@ -1,0 +1,122 @@
+"""Newton-Schulz by the Gram matrix against float64 and the standard form, at shapes and spectra that part them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from kernel_cases import same_bits
+from tables import each
+from test_orthogonal import COEFFICIENTS, DTYPES, EPS, matrix, sums_of
+from torch import Tensor
+
+from zerokern.kernels import gram
+from zerokern.kernels.orthogonal import iterate_, workspace_numel
+
+SPECTRA = ["random", "1e-2", "1e-6", "one", "a quarter"]
+GROWING = ((8.0, -23.0, 17.0), (4.1, -2.9, 0.5), (3.9, -2.9, 0.5), (3.3, -2.5, 0.5), (2.3, -1.7, 0.4))
+MOST = {torch.float32: 1.75, torch.bfloat16: 1.0}
+"""In fp32 each form ends with one product of X by what is rounded to fp32; of two such errors one may be the larger."""
+
+
+@pytest.fixture(autouse=True)
+def shorter_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram, "_LEAST_ASPECT", 4)
+
+
+def with_spectrum(rows: int, columns: int, spectrum: str) -> Tensor:
+    small, large = sorted((rows, columns))
+    x = matrix((small, large), torch.float32, small)
+    if spectrum != "random":
+        u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
+        values = torch.full((small,), 1e-3, dtype=torch.float64)
+        values[0] = 1.0
+        if spectrum == "a quarter":
+            values = (torch.arange(small) < max(1, small // 4)).double()
+        elif spectrum != "one":
+            values = torch.logspace(0, math.log10(float(spectrum)), small, dtype=torch.float64)
+        x = ((u * values) @ v).float()
+    return x if rows < columns else x.T.contiguous()
+
+
+def exactly(x: Tensor, by: Sequence[tuple[float, float, float]]) -> Tensor:
+    tall = x.shape[0] > x.shape[1]
+    now = x.double().T if tall else x.double()
+    now = now / now.norm().clamp(min=EPS)
+    for a, b, c in by:
+        square = now @ now.T
+        now = a * now + (b * square + c * square @ square) @ now
+    return now.T if tall else now
+
+
+def both(x: Tensor, by: Sequence[tuple[float, float, float]]) -> tuple[Tensor, Tensor]:
+    standard, mine = x.clone(), x.clone()
+    for one, form in (standard, "standard"), (mine, "gram"):
+        iterate_(one, sums_of(x), by, len(by), EPS, form=form)
+    return standard, mine
+
+
+@each("dtype", DTYPES)
+@each("spectrum", SPECTRA)
+@each("shape", [(3, 40), (40, 3), (127, 600), (64, 4096), (520, 2100)])
+def test_as_near_to_float64_as_the_standard_form(shape: tuple[int, int], spectrum: str, dtype: torch.dtype) -> None:
+    x = with_spectrum(*shape, spectrum).to(dtype)
+    by = [COEFFICIENTS] * 5
+    exact = exactly(x, by)
+    standard, mine = ((one.double() - exact).norm() for one in both(x, by))
+    assert mine <= MOST[dtype] * standard
+
+
+@each("dtype", DTYPES)
+@each("by", [GROWING, [(1.5, -0.5, 0.0)] * 30])
+def test_many_and_steep_steps_stay_near(by: Sequence[tuple[float, float, float]], dtype: torch.dtype) -> None:
+    """What an error of the Gram matrix becomes where each step multiplies it: it is made anew before that."""
+    x = with_spectrum(48, 400, "one").to(dtype)
+    exact = exactly(x, by)
+    standard, mine = ((one.double() - exact).norm() for one in both(x, by))
+    assert mine <= 2 * standard
+
+
+@each("dtype", DTYPES)
+@each("scale", [0.0, 1e-30, 1e-12, 1e30])
+def test_norms_of_any_size(scale: float, dtype: torch.dtype) -> None:
+    x = (matrix((16, 90), torch.float32) * scale).to(dtype)
+    _, mine = both(x, [COEFFICIENTS] * 5)
+    exact = exactly(x, [COEFFICIENTS] * 5)
+    assert (mine.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    assert both(torch.full((4, 20), torch.nan), [COEFFICIENTS])[1].isnan().all()
+
+
+@each("shape", [(64, 64), (64, 255), (255, 64)])
+def test_shorter_matrices_have_the_bits_of_the_standard_form(shape: tuple[int, int]) -> None:
+    assert same_bits(*both(matrix(shape, torch.float32), [COEFFICIENTS] * 5))
+
+
+@each("dtype", DTYPES)
+@each("shape", [(3, 16, 100), (3, 100, 16), (2, 520, 2100)])
+def test_a_batch_has_the_bits_of_its_matrices(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x = matrix(shape, dtype)
+    for one, mine in zip(x, both(x, [COEFFICIENTS] * 5)[1], strict=True):
+        assert same_bits(mine, both(one, [COEFFICIENTS] * 5)[1])
+
+
+@each("shape", [(40, 200), (200, 40)])
+def test_in_fp16_as_on_a_gpu(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 matrices by the arithmetic of a GPU, on this CPU: five steps in three segments."""
+    monkeypatch.setattr(gram, "_IN_FLOAT32", gram._IN_FLOAT16)
+    by = [COEFFICIENTS] * 5
+    for spectrum in SPECTRA:
+        x = with_spectrum(*shape, spectrum).bfloat16()
+        exact = exactly(x, by)
+        standard, mine = ((one.double() - exact).norm() for one in both(x, by))
+        assert mine <= 1.1 * standard, spectrum
+
+
+def test_room_is_what_is_counted() -> None:
+    assert workspace_numel(torch.empty(64, 512), "gram") == 2 * (4 * 64 * 64 + 2 * 64 * 512)
+    assert workspace_numel(torch.empty(64, 128), "gram") == workspace_numel(torch.empty(64, 128))

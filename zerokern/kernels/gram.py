@@ -1,0 +1,244 @@
+"""Newton-Schulz on the Gram matrix of the shorter side: two long products in place of ten.
+
+With G = X X^T a step multiplies X by P = a I + b G + c G^2, and makes P G P of G. So Q = P_4 ... P_0 comes of products
+of the shorter side alone, and the result is Q X.
+
+G has the squares of the singular values. Rounded as X is, it loses those below the root of what X would lose; and where
+they should be 0 it may have small negative eigenvalues, which each step multiplies by a^2. So G and Q are wider than X
+(`_Arithmetic`), and X comes between, and G anew of it, before an error of G has grown to a size that counts.
+
+Matrices are passed panel by panel, each converted as it comes; nothing as large as the matrix lies beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerokern.kernels.products import add_product, multiply
+
+__all__ = ["goes_by_gram", "iterate_gram_", "room_nbytes", "segments_of"]
+
+Coefficients = tuple[float, float, float]
+_LEAST_ASPECT = 8
+"""Below it the products of the shorter side, which are wider, take as long as the ten long ones."""
+_LEAST_ASPECT_ON_GPU = 2
+_BLOCK = 128
+"""rows of a square of which only the lower half is computed, and copied: it is symmetric"""
+_LEAST_BLOCKED = 512
+_PANEL_NUMEL = 1 << 16
+_LEAST_PANEL = 256
+
+
+class _Arithmetic(NamedTuple):
+    """What is multiplied in, and how much an error of G may grow in all.
+
+    `small`: of G, Q and all else with two short sides. `long`: of Q X.
+    """
+
+    small: torch.dtype
+    long: torch.dtype
+    most_growth: float
+
+
+# fp32 in float64: an error of G stays below what rounding X to fp32 makes of it. bf16 in fp32, or in fp16 on a GPU,
+# which multiplies fp32 slowly: no eigenvalue of G falls below -1/64, and the results are nearer than bf16's
+# (tests/kernels/test_gram.py). fp16 has 8 times as many digits as bf16, and no entry of X, or of G, is above 1.
+_IN_FLOAT64 = _Arithmetic(torch.float64, torch.float32, 2.0**29)
+_IN_FLOAT32 = _Arithmetic(torch.float32, torch.float32, 2.0**18)
+_IN_FLOAT16 = _Arithmetic(torch.float16, torch.float16, 2.0**5)
+
+
+def goes_by_gram(rows: int, columns: int, place: str) -> bool:
+    """Returns whether matrices of this shape are multiplied by the Gram matrix on a kind of device; others need not be.
+
+    >>> goes_by_gram(64, 512, "cpu"), goes_by_gram(256, 65, "cpu"), goes_by_gram(256, 100, "cuda")
+    (True, False, True)
+    """
+    least = _LEAST_ASPECT if place == "cpu" else _LEAST_ASPECT_ON_GPU
+    return 0 < least * min(rows, columns) <= max(rows, columns)
+
+
+def segments_of(coefficients: Sequence[Coefficients], most_growth: float) -> list[int]:
+    """Returns after how many steps each time G is made anew of X, which Q has been multiplied by.
+
+    An eigenvalue near 0, and the error of one, grows by a^2 in each step that is followed by another one.
+
+    >>> segments_of([(3.4445, -4.775, 2.0315)] * 5, 2.0**18), segments_of([(3.4445, -4.775, 2.0315)] * 5, 2.0**5)
+    ([5], [2, 2, 1])
+    """
+    found: list[int] = []
+    growth = math.inf
+    for a, _, _ in coefficients:
+        if growth > most_growth:
+            found.append(0)
+            growth = 1.0
+        found[-1] += 1
+        growth *= a * a
+    return found
+
+
+def room_nbytes(x: Tensor) -> int:
+    """Returns the bytes that the iteration needs beside `x`: four small squares and two panels.
+
+    >>> room_nbytes(torch.empty(4, 64)), 8 * (4 * 4 * 4 + 2 * 4 * 64)
+    (4608, 4608)
+    """
+    small, large = sorted(x.shape[-2:])
+    width = _panel_of(small, large, x.device.type)
+    itemsize = _arithmetic(x.dtype, x.device.type).small.itemsize
+    return x.shape[:-2].numel() * (4 * small * small + 2 * small * width) * itemsize
+
+
+def iterate_gram_(
+    x: Tensor, norm: Tensor, coefficients: Sequence[Coefficients], halfway: Callable[[], None] | None = None
+) -> None:
+    """Replaces a matrix, or each of a batch, by what so many steps make of x / norm. At least one step.
+
+    `norm`: with as many dimensions as `x`. `halfway` is called in the middle of the steps.
+
+    >>> x = torch.tensor([[3.0, 0.0, 0.0, 0.0], [0.0, 4.0, 0.0, 0.0]])
+    >>> iterate_gram_(x, torch.full((1, 1), 5.0), [(1.5, -0.5, 0.0)] * 20); x
+    tensor([[1., 0., 0., 0.],
+            [0., 1., 0., 0.]])
+    """
+    place = x.device.type
+    how = _arithmetic(x.dtype, place)
+    small, large = sorted(x.shape[-2:])
+    width = _panel_of(small, large, place)
+    count = x.shape[:-2].numel()
+    squares = torch.empty(4, *x.shape[:-2], small, small, dtype=how.small, device=x.device)
+    panels = torch.empty(2, count * small * width, dtype=how.small, device=x.device)
+    matrix = _Panels(x, width, panels)
+    divisor: Tensor | None = norm
+    done, middle = 0, len(coefficients) // 2
+    for steps in segments_of(coefficients, how.most_growth):
+        gram, change, product, total = squares
+        matrix.square(gram, divisor)
+        for number in range(steps):
+            if done == middle and halfway is not None:
+                halfway()
+            a, b, c = coefficients[done]
+            done += 1
+            _add(gram, gram, gram, change, beta=b, alpha=c)  # P is this and a I
+            if number < steps - 1:
+                _add(gram, change, gram, product, beta=a)
+                _add(product, product, change, gram, beta=a)
+            if number == 0:
+                change, total = total, change
+                total.diagonal(dim1=-2, dim2=-1).add_(a)
+            else:
+                _add(total, change, total, product, beta=a)
+                total, product = product, total
+        matrix.multiply(total, how.long, divisor, spare=change)
+        divisor = None
+    matrix.end()
+
+
+class _Panels:
+    """A matrix, or a batch, with the shorter side first, whatever its layout: so many columns of it at a time."""
+
+    def __init__(self, x: Tensor, width: int, memory: Tensor) -> None:
+        self._x, self._now, self._memory, self._width = x, x, memory, width
+        self._tall = x.shape[-2] > x.shape[-1]
+
+    def square(self, out: Tensor, norm: Tensor | None) -> None:
+        """Writes the matrix times its transpose."""
+        for number, part in enumerate(self._parts()):
+            panel = self._converted(part, out.dtype, norm)
+            one, other = (panel.mT, panel) if self._tall else (panel, panel.mT)
+            _add(out, one, other, out, beta=1.0 if number else 0.0, mirrors=False)
+        _mirror(out)
+
+    def multiply(self, by: Tensor, dtype: torch.dtype, norm: Tensor | None, spare: Tensor) -> None:
+        """Multiplies the matrix by a square, which is lost. `spare`: memory of such another one.
+
+        The diagonal is by far the largest where most singular values are small. Added up with the rest it would
+        cost digits in each addition after it; so it comes last, in one.
+        """
+        along = by.diagonal(dim1=-2, dim2=-1)
+        diagonal = along.to(dtype, copy=True).unsqueeze(-2 if self._tall else -1)
+        along.zero_()
+        if by.dtype is not dtype:
+            by = spare.view(-1).view(dtype)[: by.numel()].view(by.shape).copy_(by)
+        # fp16 has digits that bf16 has not: until the end the matrix is that, in the same memory
+        into = self._x.view(dtype) if dtype.itemsize == self._x.itemsize else self._x
+        for part, to in zip(self._parts(), self._parts(into), strict=True):
+            panel = self._converted(part, dtype, norm)
+            made = self._at(1, panel.shape, dtype)
+            if self._tall:
+                multiply(panel, by.mT, made)
+            else:
+                multiply(by, panel, made)
+            to.copy_(made.addcmul_(diagonal, panel))
+        self._now = into
+
+    def end(self) -> None:
+        """The matrix is again in its own dtype."""
+        if self._now.dtype is not self._x.dtype:
+            for mine, kept in zip(self._parts(self._x), self._parts(), strict=True):
+                mine.copy_(self._at(0, kept.shape, kept.dtype).copy_(kept))
+
+    def _parts(self, x: Tensor | None = None) -> Sequence[Tensor]:
+        return (self._now if x is None else x).split(self._width, -2 if self._tall else -1)
+
+    def _at(self, which: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return self._memory[which].view(dtype)[: shape.numel()].view(shape)
+
+    def _converted(self, part: Tensor, dtype: torch.dtype, norm: Tensor | None) -> Tensor:
+        panel = self._at(0, part.shape, dtype)
+        if norm is None:
+            return panel.copy_(part)
+        if dtype is torch.float16:  # which may not hold it before the division
+            return torch.div(part, norm, out=panel)
+        return panel.copy_(part).div_(norm)
+
+
+def _arithmetic(dtype: torch.dtype, place: str) -> _Arithmetic:
+    if dtype is torch.float32:
+        return _IN_FLOAT64
+    return _IN_FLOAT32 if place == "cpu" else _IN_FLOAT16
+
+
+def _panel_of(small: int, large: int, place: str) -> int:
+    """Returns how many columns are converted at a time: on a GPU all."""
+    return min(large, max(_LEAST_PANEL, _PANEL_NUMEL // small)) if place == "cpu" else large
+
+
+def _add(
+    addend: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float = 1.0, mirrors: bool = True
+) -> None:
+    """Writes beta * addend + alpha * a @ b, which is symmetric. `out` may be `addend`, of which the lower half is read.
+
+    On a CPU only the lower half of what is large is computed; `mirrors`: and copied into the upper one.
+    """
+    small = out.shape[-1]
+    if small < _LEAST_BLOCKED or out.device.type != "cpu":
+        if beta:
+            add_product(addend, a, b, out, beta=beta, alpha=alpha)
+        else:
+            multiply(a, b, out)
+        return
+    for added, one, other, to in zip(*(x.view(-1, *x.shape[-2:]) for x in (addend, a, b, out)), strict=True):
+        for begin in range(0, small, _BLOCK):
+            rows, end = slice(begin, begin + _BLOCK), min(begin + _BLOCK, small)
+            if beta:
+                torch.addmm(added[rows, :end], one[rows], other[:, :end], beta=beta, alpha=alpha, out=to[rows, :end])
+            else:
+                torch.mm(one[rows], other[:, :end], out=to[rows, :end])
+    if mirrors:
+        _mirror(out)
+
+
+def _mirror(square: Tensor) -> None:
+    """Copies the lower half of what `_add` has computed by halves into the upper one."""
+    small = square.shape[-1]
+    if small < _LEAST_BLOCKED or square.device.type != "cpu":
+        return
+    for begin in range(_BLOCK, small, _BLOCK):
+        rows = slice(begin, begin + _BLOCK)
+        square[..., :begin, rows] = square[..., rows, :begin].mT
