@@ -73,10 +73,11 @@ def test_as_near_to_float64_as_the_standard_form(shape: tuple[int, int], spectru
 @each("by", [GROWING, [(1.5, -0.5, 0.0)] * 30])
 def test_many_and_steep_steps_stay_near(by: Sequence[tuple[float, float, float]], dtype: torch.dtype) -> None:
     """What an error of the Gram matrix becomes where each step multiplies it: it is made anew before that."""
-    x = with_spectrum(48, 400, "one").to(dtype)
+    x = with_spectrum(48, 400, "random").to(dtype)
+    x[24:] = x[:24]  # so that half of the eigenvalues are 0, or what errors make of it
     exact = exactly(x, by)
-    standard, mine = ((one.double() - exact).norm() for one in both(x, by))
-    assert mine <= 2 * standard
+    _, mine = both(x, by)
+    assert (mine.double() - exact).norm() <= 0.05 * exact.norm()
 
 
 @each("dtype", DTYPES)
