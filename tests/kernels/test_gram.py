@@ -81,6 +81,15 @@ def test_many_and_steep_steps_stay_near(by: Sequence[tuple[float, float, float]]
 
 
 @each("dtype", DTYPES)
+def test_no_singular_value_leaves_its_bounds_in_steep_steps(dtype: torch.dtype) -> None:
+    """Without G made anew an eigenvalue below 0 grows from step to step, here to values of 100 and more."""
+    x = with_spectrum(48, 400, "random").to(dtype)
+    x[24:] = x[:24]
+    _, mine = both(x, [(1.5, -0.5, 0.0)] * 60)
+    assert mine.double().norm() <= 1.01 * math.sqrt(48)
+
+
+@each("dtype", DTYPES)
 @each("scale", [0.0, 1e-30, 1e-12, 1e30])
 def test_norms_of_any_size(scale: float, dtype: torch.dtype) -> None:
     x = (matrix((16, 90), torch.float32) * scale).to(dtype)
