@@ -1,4 +1,4 @@
-"""A loop of Hugging Face Accelerate: a model that `zk.shard` divides, clipped, saved, and gone on with.
+"""A loop of Hugging Face Accelerate: a model that `zk.shard` shards, clipped, saved, and gone on with.
 
     torchrun --standalone --nproc-per-node=2 examples/accelerated.py FOLDER
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=8 examples/three_dimensions.py [STAGE]
 
-Two stages of a pipeline, each there for two halves of a batch, each layer divided in two. `zk.shard` divides what the
+Two stages of a pipeline, each there for two halves of a batch, each layer divided in two. `zk.shard` shards what the
 ranks of one `dp` have alike: optimizer state, gradients (stage 2, unless another is given), parameters (stage 3).
 """
 

@@ -2,7 +2,7 @@
 
     python examples/trainer.py FOLDER
 
-For a model that `zk.shard` divides, take `Trainer` from `zerokern.integrations.transformers` instead.
+For a model that `zk.shard` shards, take `Trainer` from `zerokern.integrations.transformers` instead.
 """
 
 from __future__ import annotations

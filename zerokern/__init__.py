@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from zerokern.core.env import source_tree
+from zerokern.core.errors import did_you_mean
 from zerokern.core.ports import PLUGS
 
 OLDEST_TORCH = (2, 10)
@@ -191,7 +192,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"zerokern.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'zerokern' has no attribute {name!r}; it has {', '.join(__all__)}")
+    near = did_you_mean(name, __all__)
+    raise AttributeError(f"module 'zerokern' has no attribute {name!r}. {near or 'It has ' + ', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -60,7 +60,7 @@ def shard(
     reduce: Reduce = "mean",
     whole: Whole = None,
 ) -> Module:
-    """ZeRO in place: divides optimizer state (stage 1), gradients (2) and parameters (3) among ranks.
+    """Shards optimizer state (stage 1), gradients (2) and parameters (3) among ranks, in place.
 
     The same module is returned. Its parameters keep their identity, names and shapes, and the training loop does not
     change. All ranks start from rank 0's values. If there is no process group, this process is the only rank.
@@ -148,7 +148,7 @@ def sharding_of(module: nn.Module) -> Sharding:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Gradients of this block's backward passes add up on each rank; the next backward outside reduces the sum.
+    """Context manager in which gradients add up on each rank; the next backward pass outside of it reduces the sum.
 
     This saves one reduction of all gradients for each pass in the block. Stage 3 still gathers parameters. From stage 2
     on it costs memory for whole gradients until the reduction. On several ranks an optimizer step before the reduction
@@ -165,7 +165,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def shards(model: nn.Module) -> list[nn.Parameter]:
-    """What this rank owns of each trained parameter, as 1-D parameters with `.grad`, in the order of `parameters()`.
+    """Returns this rank's shard of each trained parameter: 1-D parameters with `.grad`, in the order of `parameters()`.
 
     Any element-wise torch optimizer can step them. A part may be empty. All ranks must step together: the step ends
     when each rank sees what the others wrote. After this call gradients appear on these parts, no longer on the model's
@@ -231,7 +231,7 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
 
 @contextmanager
 def gathered(module_or_params: nn.Module | Tensor | Iterable[Tensor], write: bool = False) -> Iterator[None]:
-    """Inside the block, parameters are ordinary full tensors on every rank. All ranks enter and leave together.
+    """Context manager in which parameters are full tensors on every rank. All ranks enter and leave together.
 
     Tensors taken from them, by `state_dict()` or a copy, stay valid afterwards. With `write=True` what is written into
     the parameters is kept; each rank keeps its own part of it, so all ranks must write the same values. Parameters

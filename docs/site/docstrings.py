@@ -8,15 +8,13 @@ from typing import Any
 
 import griffe
 
-# where a class of the optimizers is defined; the site speaks of the public name
-INTERNAL = re.compile(r"\bzerokern\.optim\.(?=[A-Z])")
 ITEM = re.compile(r"^(?P<name>[a-z_]+(?:, [a-z_]+)*): ", re.MULTILINE)
 
 
 def shown(text: str) -> str:
     """Markdown of a docstring."""
     parts = []
-    for part in INTERNAL.sub("zk.", text).split("\n\n"):
+    for part in text.split("\n\n"):
         if part.startswith("Args:\n"):
             parts.append("**Arguments**")
             part = textwrap.dedent(part.removeprefix("Args:\n"))

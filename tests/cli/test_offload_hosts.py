@@ -37,9 +37,9 @@ def test_the_plans_of_the_step_that_ran_are_those_that_the_page_tells() -> None:
         return round(1e3 * plan.predict(host, [TOKENS]).at(name, TOKENS).step_seconds)
 
     told = " ".join(PAGE.read_text(encoding="utf-8").split())
-    assert f"{milliseconds('exact', 'overlap')} ms for 399 ms" in told
-    assert f"{milliseconds('int8', 'overlap')} ms for 326 ms" in told
-    assert f"{milliseconds('int8', 'delayed')} ms for 254 ms" in told
+    assert f"{milliseconds('exact', 'overlap')} ms, measured 399 ms" in told
+    assert f"{milliseconds('int8', 'overlap')} ms, measured 326 ms" in told
+    assert f"{milliseconds('int8', 'delayed')} ms, measured 254 ms" in told
 
 
 @pytest.mark.slow

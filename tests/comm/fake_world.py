@@ -116,7 +116,7 @@ class FakeGroup(Group):
         self._process = ProcessState(f"rank {rank}")
         self._process.known.update({other: f"rank {other}" for other in range(world.size)})
         self._agreement = Agreement(world.store, Ledger(rank, world.size), world.timeout, self._process)
-        self._process.join(self._agreement.group, world.store, rank, "fake", list(range(world.size)))
+        self._process.join(self._agreement.ledger, world.store, rank, "fake", list(range(world.size)))
 
     def follow(self, key: str) -> None:
         self._agreement.follow(key)
@@ -150,7 +150,7 @@ class FakeGroup(Group):
         """Returns the values that all ranks gave, by rank; once more after a Ctrl-C that came then."""
         if (known := self._last.get(operation)) is not None:  # read once: another thread of this rank may drop it
             return known
-        with self._process.waiting(operation, self._agreement.group):
+        with self._process.waiting(operation, self._agreement.ledger):
             self._last[operation] = taken = self._taken(operation)  # within: Ctrl-C may come when the block ends
         while len(self._last) > 16:
             self._last.pop(next(iter(self._last)), None)

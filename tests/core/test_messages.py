@@ -56,6 +56,10 @@ def moments(first: torch.dtype, second: torch.dtype) -> Any:
     return zk.kernels.adam(param, grad, torch.zeros(4, dtype=first), torch.zeros(4, dtype=second), lr=0.1, step=1)
 
 
+def predicted(machine: str) -> Any:
+    return zk.plan("1B", tier="cpu").predict(machine)
+
+
 MESSAGES: list[tuple[str, Callable[[Path], Any], list[str]]] = [
     (
         "moments of two dtypes",
@@ -116,12 +120,21 @@ MESSAGES: list[tuple[str, Callable[[Path], Any], list[str]]] = [
     ("a reduction", lambda _: zk.shard(Model(), reduce="mena"), ["reduce='mena'", "Did you mean 'mean'?"]),
     ("a moment", lambda folder: zk.load(folder, Model(), verify="frist"), ["verify=", "Did you mean 'first'?"]),
     ("a model", lambda _: zk.plan("llama3-8b"), ["Did you mean 'llama-3-8b'?"]),
+    ("a schedule", lambda _: adamw(schedule="overlp"), ["schedule='overlp'", "Did you mean 'overlap'?"]),
+    ("a delay", lambda _: adamw(schedule="delayd"), ["zk.Delayed(after=40)"]),
+    ("a schedule of a plan", lambda _: zk.plan("1B", tier="cpu", schedule="snyc"), ["Did you mean 'sync'?"]),
+    ("a machine in short", lambda _: predicted("h10"), ["machine='h10'", "Did you mean 'h100-pcie'?"]),
+    ("a machine that is like two", lambda _: predicted("H100"), ["machine='H100'", "Did you mean 'h100-pcie'?"]),
+    ("a machine", lambda _: predicted("gb200"), ["machine='gb200'", "Did you mean 'gh200'?"]),
+    ("a description", lambda _: predicted("mine.json"), ["machine='mine.json'", "A description is a JSON object"]),
+    ("a class of the library", lambda _: zk.adamw, ["no attribute 'adamw'. Did you mean 'AdamW'?"]),
+    ("a function of the library", lambda _: zk.shards_, ["no attribute 'shards_'. Did you mean 'shards'?"]),
 ]
 
 
 @each("which, call, parts", MESSAGES)
 def test_a_message_names_what_is_meant(which: str, call: Callable, parts: list[str], tmp_path: Path) -> None:
-    with pytest.raises((ValueError, TypeError, zk.ZerokernError)) as refused:
+    with pytest.raises((ValueError, TypeError, AttributeError, zk.ZerokernError)) as refused:
         call(tmp_path)
     said = str(refused.value)
     assert all(part in said for part in parts), (which, said)
@@ -137,6 +150,8 @@ def test_a_name_that_is_like_none_gets_no_suggestion() -> None:
         with pytest.raises(ValueError, match="must be") as refused:
             call()
         assert "mean" not in str(refused.value)
+    with pytest.raises(AttributeError, match=r"has no attribute .quantum.\. It has SGD, Adagrad, "):
+        _ = zk.quantum
     assert errors.did_you_mean(("adam",), ["adam"]) == ""
     assert checks.misspelt("max_momentum", ["momentum"]) is None, "a framework's key"
 

@@ -108,7 +108,7 @@ def adapter_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter(model: nn.Module) -> dict[str, Tensor]:
-    """The same of a divided model."""
+    """The same of a sharded model."""
     with zk.gathered(model):
         return adapter_of(model)
 

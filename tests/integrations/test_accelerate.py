@@ -216,7 +216,7 @@ def test_what_cannot_work_is_refused_before_training() -> None:
         accelerator = Accelerator(cpu=True)
         for stage, kind in ((1, torch.optim.AdamW), (3, torch.optim.SGD)):
             model = divided(stage)
-            refuses("which zk.shard has divided", StateError, accelerator, model, kind(model.parameters(), lr=0.1))
+            refuses("which zk.shard has sharded", StateError, accelerator, model, kind(model.parameters(), lr=0.1))
         model = divided()
         accelerator.prepare(model, torch.optim.SGD(zk.shards(model), lr=0.1))
     with fresh():

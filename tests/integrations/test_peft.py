@@ -1,4 +1,4 @@
-"""PEFT's LoRA on a frozen base that zk.shard has divided: the losses, and the adapter on disk, of a plain loop."""
+"""PEFT's LoRA on a frozen base that zk.shard has sharded: the losses, and the adapter on disk, of a plain loop."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_an_adapter_is_switched_off_and_merged(tmp_path: Path) -> None:
 
 
 def tuned(rank: int, folder: str, stages: tuple[int | None, ...]) -> dict[Any, Any]:
-    """TRL's SFTTrainer: as it is, with the optimizer alone; and on divided models."""
+    """TRL's SFTTrainer: as it is, with the optimizer alone; and on sharded models."""
     import logging
 
     from datasets import Dataset, disable_progress_bars

@@ -146,7 +146,7 @@ def test_what_a_divided_model_cannot_have_is_refused_before_training() -> None:
     refuses("muon_groups", ValueError, with_muon)  # of all parameters
     refuses("ChainedOptimizer", ValueError, lambda model, args: Trainer(model, args, train_dataset=rows()), optim="sgd")
     refuses("adafactor", ValueError, lambda model, args: Trainer(model, args, train_dataset=rows()), optim="adafactor")
-    refuses("which zk.shard has divided", StateError, with_torchs)
+    refuses("which zk.shard has sharded", StateError, with_torchs)
 
 
 def test_a_checkpoint_of_an_unsharded_optimizer_is_refused(tmp_path: Path) -> None:

@@ -23,16 +23,16 @@ def random_case(seed: int) -> tuple[list[int], list[tuple[Width, ...]], int]:
 def test_every_element_has_one_place_of_its_own(seed: int) -> None:
     numels, widths, slot_nbytes = random_case(seed)
     covered = [0] * len(numels)
-    for piece in plan(numels, widths, slot_nbytes):
-        assert piece.nbytes <= slot_nbytes and piece.nbytes % PAGE == 0
+    for segments, nbytes in plan(numels, widths, slot_nbytes):
+        assert nbytes <= slot_nbytes and nbytes % PAGE == 0
         end = 0
-        for segment in piece.segments:
+        for segment in segments:
             assert segment.offset >= end and segment.offset % ALIGNMENT == 0
             assert segment.start == covered[segment.span] and segment.start % 128 == 0
             assert segment.numel > 0
             covered[segment.span] += segment.numel
             end = segment.offset + columns(widths[segment.span], segment.numel)[1]
-        assert piece.nbytes - PAGE < end <= piece.nbytes
+        assert nbytes - PAGE < end <= nbytes
     assert covered == [numel if mine else 0 for numel, mine in zip(numels, widths, strict=True)]
 
 
@@ -40,8 +40,8 @@ def test_every_element_has_one_place_of_its_own(seed: int) -> None:
 def test_records_of_a_large_parameter_are_full(widths: tuple[Width, ...]) -> None:
     *full, _ = plan([10_000_000], [widths], 1 << 20)
     per_parameter = sum(width.nbytes / width.per for width in widths)
-    assert all(len(piece.segments) == 1 and piece.nbytes >= (1 << 20) - PAGE for piece in full)
-    assert sum(piece.segments[0].numel * per_parameter for piece in full) >= 0.99 * len(full) * (1 << 20)
+    assert all(len(segments) == 1 and nbytes >= (1 << 20) - PAGE for segments, nbytes in full)
+    assert sum(segments[0].numel * per_parameter for segments, _ in full) >= 0.99 * len(full) * (1 << 20)
 
 
 def test_a_slot_that_is_too_small_is_refused() -> None:
@@ -52,5 +52,5 @@ def test_a_slot_that_is_too_small_is_refused() -> None:
 def test_a_model_of_seven_billion_parameters() -> None:
     widths = (*FP32_ADAM, Width(2, 1))
     pieces = plan([875_000_000] * 8, [widths] * 8, 8 << 20)
-    assert sum(segment.numel for piece in pieces for segment in piece.segments) == 7_000_000_000
-    assert sum(piece.nbytes for piece in pieces) == pytest.approx(10 * 7e9, rel=1e-3)
+    assert sum(segment.numel for segments, _ in pieces for segment in segments) == 7_000_000_000
+    assert sum(nbytes for _, nbytes in pieces) == pytest.approx(10 * 7e9, rel=1e-3)

@@ -326,8 +326,8 @@ MUTANTS = (
     Mutant(
         "pieces_are_of_the_turn_of_their_last_row",
         "zerokern/optim/beside.py",
-        "self._turns = [far[piece.segments[0].span][0] for piece in pieces]",
-        "self._turns = [far[piece.segments[-1].span][0] for piece in pieces]",
+        "self._turns = [far[segments[0].span][0] for segments, _ in pieces]",
+        "self._turns = [far[segments[-1].span][0] for segments, _ in pieces]",
         "A forward uses parameters that share a piece with those of a later turn before they are updated.",
         ("tests/optim/test_update_beside.py::test_a_forward_waits_for_its_own_part_and_runs_beside_the_next",),
     ),

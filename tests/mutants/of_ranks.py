@@ -90,8 +90,8 @@ MUTANTS = (
     Mutant(
         "failure_told_once",
         "zerokern/comm/group.py",
-        "            self._failure = error\n        # not after",
-        "            self._ended = True\n            raise\n        # not after",
+        "                    self._failure = error\n                # not after",
+        "                    self._ended = True\n                    raise\n                # not after",
         "Who waits for a collective that has failed already hears of no failure.",
         ("tests/comm/test_group.py", "tests/comm/test_failures.py"),
     ),

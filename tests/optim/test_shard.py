@@ -1,4 +1,4 @@
-"""Optimizers over parameters that zk.shard divides: counts, norms, masters and what one rank tells the others."""
+"""Optimizers over parameters that zk.shard shards: counts, norms, masters and what one rank tells the others."""
 
 from __future__ import annotations
 

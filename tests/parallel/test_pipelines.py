@@ -1,4 +1,4 @@
-"""Pipelines of torch's schedules whose stages zk.shard divides: one process's numbers, one norm, one decision."""
+"""Pipelines of torch's schedules whose stages zk.shard shards: one process's numbers, one norm, one decision."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from .tree import files, nodes, read
 SHARED = {  # the list may only become shorter
     "Ticket": "the protocol of whatever ends, in memory, and the ticket of a disk, which is one",
     "Slot": "a cell of a ring, which is public, and a tensor of a parameter's state",
-    "Piece": "a span of a parameter in a bucket, and what a record on disk holds",
 }
 
 

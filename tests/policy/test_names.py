@@ -89,6 +89,42 @@ def test_examples_run(module: str) -> None:
     assert failed == 0, "".join(heard)
 
 
+def pasted() -> dict[str, str]:
+    """The docstrings of public names, and of the public methods and properties of classes, by name."""
+    found = {}
+    for space, module in {"zk": zerokern, "zk.kernels": zerokern.kernels, "zk.io": zerokern.io}.items():
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value):
+                found[f"{space}.{name}"] = value.__doc__ or ""
+            for member in dir(value) if inspect.isclass(value) else ():
+                owner = next((kind for kind in value.__mro__ if member in vars(kind)), object)
+                if owner.__module__.startswith("zerokern.") and member[0] != "_":
+                    found[f"{space}.{name}.{member}"] = getattr(inspect.getattr_static(value, member), "__doc__", "")
+    return {name: text for name, text in found.items() if text and ">>>" in text}
+
+
+def unpasteable(examples: dict[str, str]) -> dict[str, str]:
+    """What examples print that do not run as a user pastes them, who has imported torch and zerokern as zk."""
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
+    failed = {}
+    for name, text in examples.items():
+        heard: list[str] = []
+        scope = {"torch": torch, "zk": zerokern, "__name__": "__main__"}
+        if runner.run(doctest.DocTestParser().get_doctest(text, scope, name, None, 0), out=heard.append).failed:
+            failed[name] = "".join(heard)
+    return failed
+
+
+def test_an_example_of_a_public_name_runs_when_it_is_pasted() -> None:
+    """It says zk.AdamW and not AdamW, which only its own module knows. Cached properties, which doctest does not find,
+    are among these."""
+    examples = pasted()
+    assert {"zk.AdamW", "zk.AdamW.step", "zk.Plan.pinned", "zk.kernels.adam", "zk.io.Store"} <= examples.keys()
+    assert unpasteable(examples) == {}
+    assert list(unpasteable({"x": ">>> AdamW([torch.ones(1)])"})) == ["x"]
+
+
 def test_one_version_number() -> None:
     (declared,) = re.findall(r'^version = "(.+)"', read("pyproject.toml"), flags=re.MULTILINE)
     assert importlib.metadata.version("zerokern") == zerokern.__version__ == declared

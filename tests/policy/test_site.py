@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import sys
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+import zerokern as zk
 
 from .tree import ROOT, files, read
 
@@ -87,15 +90,50 @@ def test_the_front_page_shows_what_counts() -> None:
     assert "](pictures/" in front and "bytes per parameter" in front and "## Install" in front
 
 
+def test_the_picture_shows_the_numbers_of_the_table_and_of_kept_results() -> None:
+    """After a change of README's table or of a result: python docs/pictures/beside.py"""
+    beside = runpy.run_path(str(ROOT / "docs/pictures/beside.py"))
+    assert read("docs/pictures/beside.svg") == beside["drawn"]()
+    fits, speeds = list(beside["counted"]()), list(beside["measured"]())
+    assert [value for value, _ in fits[0].values.values()] == [14, 16, 18]
+    for bars in fits + speeds:
+        ours, *others = (value for value, _ in bars.values.values())
+        assert others and min(others) > ours, bars.title
+    assert "](docs/pictures/beside.svg)" in read("README.md") and "](pictures/beside.svg)" in read("docs/index.md")
+
+
 def test_no_line_of_code_is_cut_off_by_the_style() -> None:
     style = read("docs/site/site.css")
     assert "white-space: pre-wrap" in style.partition(".md-typeset pre > code {")[2].partition("}")[0]
 
 
-def test_docstrings_have_public_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))
-    shown = runpy.run_path(str(ROOT / "docs/site/docstrings.py"))["shown"]
-    assert shown("As zerokern.optim.Adam says.") == "As zk.Adam says."
+def internal_names(text: str) -> list[str]:
+    """Names in a text under which no user writes what is public as zk.X. Python itself shows where an error is
+    defined, so the last line of a traceback is left out."""
+    public = "|".join(name for name in zk.__all__ if name[0].isalpha() and name not in ("io", "kernels"))
+    written = re.sub(r"^\s*zerokern\.core\.errors\.\w+: ", "", text, flags=re.MULTILINE)
+    return re.findall(rf"\bzerokern(?:\.[a-z_]+)+\.(?:{public})\b(?!\.| import)", written)
+
+
+def test_readers_see_public_names_alone() -> None:
+    """In docstrings, which `help` and the API pages show, in messages, and on pages but for what a directive names."""
+    texts = {
+        f"{path}:{node.lineno}": node.value
+        for path in files(".py", under=("zerokern/", "bench/", "examples/"))
+        for node in ast.walk(ast.parse(read(path)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 2
+    }
+    texts |= {page: re.sub(r"^::: .*$", "", read(page), flags=re.MULTILINE) for page in files(".md")}
+    assert {place: found for place, text in texts.items() if (found := internal_names(text))} == {}
+    assert internal_names("As `zerokern.optim.Adam` says.") == ["zerokern.optim.Adam"]
+    assert internal_names("As zk.Adam and zerokern.optim.muon_groups.x say.") == []
+
+
+def test_a_directive_of_the_site_shows_the_public_name() -> None:
+    api = "".join(read(page) for page in files(".md") if page.startswith("docs/api-"))
+    for named, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", api, re.MULTILINE):
+        if internal_names(named):
+            assert f"heading: zerokern.{named.rpartition('.')[2]}\n" in options, named
 
 
 def test_a_name_in_a_table_stays_in_one_piece() -> None:

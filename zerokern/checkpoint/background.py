@@ -34,7 +34,9 @@ log = logging.getLogger("zerokern.checkpoint")
 
 
 class Saving:
-    """A save in the background. Training may continue: what is saved has been copied, or written already.
+    """A handle to a save that runs in the background.
+
+    Training may continue: what is saved has been copied, or written already.
 
     `path`: the folder. An error is raised by `wait()`, else by the next save, and is always logged. Python does not
     exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end.
@@ -43,7 +45,7 @@ class Saving:
     >>> from zerokern import load, save
     >>> model = torch.nn.Linear(2, 2)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saving = save(f"{folder}/step1", model, wait=False)
+    ...     saving = zk.save(f"{folder}/step1", model, wait=False)
     ...     saving.wait(); saving.done(), saving.exception()
     (True, None)
     """

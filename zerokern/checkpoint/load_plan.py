@@ -28,7 +28,7 @@ _LATE = (
     "{name}: it was saved while an update waited to be published, which cannot change formats; call opt.flush() before "
     "saving, or load into the formats that it was saved in"
 )
-_TO_SHARD = "load it into what zk.shard has divided, which keeps that for the optimizer, or into float32"
+_TO_SHARD = "load it into what zk.shard has sharded, which keeps that for the optimizer, or into float32"
 
 
 @dataclass

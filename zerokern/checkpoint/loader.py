@@ -61,8 +61,8 @@ def load(
     >>> from zerokern.checkpoint.saver import save
     >>> model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(f"{folder}/step3", model)
-    ...     load(f"{folder}/step3", other)  # doctest: +ELLIPSIS
+    ...     zk.save(f"{folder}/step3", model)
+    ...     zk.load(f"{folder}/step3", other)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     zerokern.core.errors.StateError: ...

@@ -65,8 +65,8 @@ def save(
     >>> from zerokern.checkpoint.loader import load
     >>> model = torch.nn.Linear(2, 2)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(f"{folder}/step3", model, extra={"step": 3})
-    ...     load(f"{folder}/step3", model)
+    ...     zk.save(f"{folder}/step3", model, extra={"step": 3})
+    ...     zk.load(f"{folder}/step3", model)
     {'step': 3}
     """
     ranks, model = Ranks.of(group, "zk.save"), model_of(model)

@@ -60,7 +60,15 @@ class Handle:
             if self._failure is not None:
                 raise self._failure
             if not self._ended:
-                self._end()
+                assert self._complete is not None
+                try:
+                    self._complete()
+                except Exception as error:
+                    self._failure = error
+                # not after Ctrl-C: it is no failure of the collective, and whoever waits again waits for it
+                self._ended, self._complete, self._poll = True, None, None
+                if self._failure is not None:
+                    raise self._failure
                 return
         if self._again is not None:
             self._again()
@@ -70,17 +78,6 @@ class Handle:
         `wait`."""
         self.wait()
         return False
-
-    def _end(self) -> None:
-        assert self._complete is not None
-        try:
-            self._complete()
-        except Exception as error:
-            self._failure = error
-        # not after Ctrl-C: it is no failure of the collective, and whoever waits again waits for it
-        self._ended, self._complete, self._poll = True, None, None
-        if self._failure is not None:
-            raise self._failure
 
     def done(self) -> bool:
         """Returns whether wait() has nothing left to do; False if the transport cannot tell (gloo) and nobody has

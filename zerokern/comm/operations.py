@@ -6,8 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Ledger", "Operation", "during", "phase", "subject"]
+__all__ = ["UPDATE", "Ledger", "Operation", "during", "phase", "subject"]
 
+UPDATE = "update"  # a wait for another thread of this process, which publishes an update
 REMEMBERED = 256  # operations that were begun last, for those who are stuck where this rank has been
 
 
@@ -80,6 +81,9 @@ class Operation:
 class Ledger:
     """Counts the operations that this process has begun in one process group, by kind. All ranks count alike.
 
+    `pages`: names of the group where processes state what they wait for, of which the last counts; none before all have
+    met. `members`: tokens of the processes, by rank; empty where one is not known yet.
+
     >>> ledger = Ledger(0, 2)
     >>> str(ledger.begin("all_gather", "4 elements")), str(ledger.begin("all_gather", "2 elements")), ledger.counts
     ('all_gather number 0 (4 elements)', 'all_gather number 1 (2 elements)', {'all_gather': 2})
@@ -87,6 +91,8 @@ class Ledger:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.pages: list[str] = []
+        self.members: list[str] = []
         self.counts: dict[str, int] = {}
         self.record: deque[Operation] = deque(maxlen=REMEMBERED)  # what was begun last
         self.publishing: Callable[[], bool] = lambda: False  # whether a thread may be about to publish
@@ -117,6 +123,21 @@ class Ledger:
         """Returns the position of the next step in an order that ranks agree on or have recorded."""
         self.thread = threading.get_ident()
         return self._next("agree")
+
+    def thread_for(self, kind: str) -> int | None:
+        """Returns the thread that begins the next operation of a kind."""
+        if kind == "all_to_all":
+            return self.exchanger
+        publishes = kind == UPDATE or (kind == "publish" and self.publishing())
+        return self.publisher if publishes else self.thread
+
+    def needed(self, operation: Operation) -> list[str]:
+        """Returns tokens of the processes that must begin an operation before a wait for it ends."""
+        if operation.counted == UPDATE:
+            return self.members[self.rank : self.rank + 1]
+        if operation.source is not None and operation.source != self.rank:
+            return self.members[operation.source : operation.source + 1]
+        return [token for rank, token in enumerate(self.members) if rank != self.rank and token]
 
     def _next(self, kind: str) -> int:
         count = self.counts.get(kind, 0)

@@ -33,15 +33,14 @@ FRAMEWORKS = {module.partition(".")[0] for module in ADAPTERS}
 class ZerokernError(Exception):
     """Base of all errors of this library that are not about one argument (those are ``ValueError`` and ``TypeError``).
 
-    >>> issubclass(KernelError, ZerokernError)
+    >>> issubclass(zk.KernelError, zk.ZerokernError)
     True
     """
 
 
 class BackendError(ZerokernError):
-    """An implementation that was asked for is missing, or the native library does not fit this package.
+    """Raised if an implementation that was asked for is missing, or the native library does not fit this package.
 
-    >>> import zerokern as zk
     >>> zk.kernels.sumsq([], impl="cpu.neon9")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
@@ -50,7 +49,7 @@ class BackendError(ZerokernError):
 
 
 class KernelError(ZerokernError):
-    """A native call refused its descriptors; nothing was written.
+    """Raised if a native call refuses its descriptors; nothing was written.
 
     >>> from zerokern.kernels.cpu import UpdateTable
     >>> UpdateTable(1, 1).run()  # doctest: +ELLIPSIS
@@ -61,33 +60,33 @@ class KernelError(ZerokernError):
 
 
 class ShardError(ZerokernError):
-    """A model that cannot be sharded as it is, or that is no longer as it was when it was sharded.
+    """Raised if a model cannot be sharded as it is, or is no longer as it was when it was sharded.
 
-    >>> issubclass(ShardError, ZerokernError)
+    >>> issubclass(zk.ShardError, zk.ZerokernError)
     True
     """
 
 
 class StateError(ZerokernError):
-    """Optimizer state that does not fit what it is used for, or that is torn.
+    """Raised if optimizer state does not fit what it is used for, or is torn by a failed step.
 
-    >>> str(StateError("no state"))
+    >>> str(zk.StateError("no state"))
     'no state'
     """
 
 
 class BudgetError(ZerokernError):
-    """Memory or disk that was asked for and is not there; nothing was taken. The message shows who holds what.
+    """Raised if memory or disk that was asked for is not there; nothing was taken. The message shows who holds what.
 
-    >>> issubclass(BudgetError, ZerokernError)
+    >>> issubclass(zk.BudgetError, zk.ZerokernError)
     True
     """
 
 
 class IoError(ZerokernError):
-    """A transfer that failed: which span of which file, for which key, and why. No other transfer is affected.
+    """Raised if a transfer failed: which span of which file, for which key, and why. No other transfer is affected.
 
-    >>> error = IoError("no space", path="swap", offset=4096, nbytes=512, errno=28, key="layer.0")
+    >>> error = zk.IoError("no space", path="swap", offset=4096, nbytes=512, errno=28, key="layer.0")
     >>> error.path, error.offset, error.nbytes, error.errno, error.key
     ('swap', 4096, 512, 28, 'layer.0')
     """
@@ -100,9 +99,9 @@ class IoError(ZerokernError):
 
 
 class CommError(ZerokernError):
-    """A collective that did not come to its end: which operation, between which ranks, and which of them are gone.
+    """Raised if a collective did not end: which operation, between which ranks, and which of them are gone.
 
-    >>> error = CommError("rank 1 is gone", operation="all_gather", ranks=(0, 1), gone=(1,))
+    >>> error = zk.CommError("rank 1 is gone", operation="all_gather", ranks=(0, 1), gone=(1,))
     >>> error.operation, error.ranks, error.gone
     ('all_gather', (0, 1), (1,))
     """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from zerokern.comm.operations import Ledger, Operation, phase
-from zerokern.debug.processes import GroupRecord, ProcessState
+from zerokern.debug.processes import ProcessState
 
 __all__ = ["Agreement", "Disagreement", "Failure", "ranks_in_words"]
 
@@ -55,7 +55,7 @@ class Agreement:
         self, store: Any, ledger: Ledger, patience_s: float = 60.0, process: ProcessState | None = None
     ) -> None:
         self.rank, self.size, self.patience_s = ledger.rank, ledger.size, patience_s
-        self.ledger, self.process, self.group = ledger, process or ProcessState(), GroupRecord(ledger)
+        self.ledger, self.process = ledger, process or ProcessState()
         self.lost = False
         self._store = store
         self._said: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class Agreement:
         `interrupt` is asked now and then; what it returns ends the wait.
         """
         operation = Operation("agree", self.ledger.step(), repr(key))
-        with self.process.waiting(operation, self.group):
+        with self.process.waiting(operation, self.ledger):
             self._agree(operation, key, interrupt)
 
     def _agree(self, operation: Operation, key: str, interrupt: Callable[[], str | None]) -> None:
@@ -153,7 +153,7 @@ class Agreement:
                 self._join(position, key)
         failure = _failure(others)
         if failure is None:
-            deadlock = self.process.deadlock(self.group, operation)
+            deadlock = self.process.deadlock(self.ledger, operation)
             failure = Failure(deadlock[0], told=deadlock[1]) if deadlock else None
         return failure
 
@@ -174,7 +174,7 @@ class Agreement:
     def late(self, operation: Operation) -> tuple[list[int], str, str]:
         """Returns the other ranks that are not known to have begun this; where they last were, and a question to who
         reads that, as ends of a sentence. Nothing is asked where one of them has been in the same call."""
-        others = self.process.others(self.group, operation)
+        others = self.process.others(self.ledger, operation)
         known = "".join(
             f"; rank {rank} {'was' if waits else 'waits in no call of zerokern, and was'} last in {where}"
             for rank, (where, waits) in others.items()

@@ -17,38 +17,11 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from zerokern.comm.operations import Ledger, Operation, phase
+from zerokern.comm.operations import UPDATE, Ledger, Operation, phase
 
-__all__ = ["THIS_PROCESS", "UPDATE", "GroupRecord", "ProcessState"]
-
-UPDATE = "update"  # a wait for another thread of this process, which publishes an update
+__all__ = ["THIS_PROCESS", "ProcessState"]
 
 _KINDS = ("", "publish", "all_to_all", UPDATE)  # that threads of their own may begin
-
-
-class GroupRecord:
-    """One process group, as the processes of it know each other: its ledger, its names, its members."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.rank, self.size = ledger, ledger.rank, ledger.size
-        self.pages: list[str] = []  # names of the group, of which the last counts; none before all have met
-        self.members: list[str] = []  # tokens of the processes, by rank; empty where one is not known yet
-
-    def thread_for(self, kind: str) -> int | None:
-        """Returns the thread that begins the next operation of a kind."""
-        ledger = self.ledger
-        if kind == "all_to_all":
-            return ledger.exchanger
-        publishes = kind == UPDATE or (kind == "publish" and ledger.publishing())
-        return ledger.publisher if publishes else ledger.thread
-
-    def needed(self, operation: Operation) -> list[str]:
-        """Returns tokens of the processes that must begin an operation before a wait for it ends."""
-        if operation.counted == UPDATE:
-            return self.members[self.rank : self.rank + 1]
-        if operation.source is not None and operation.source != self.rank:
-            return self.members[operation.source : operation.source + 1]
-        return [token for rank, token in enumerate(self.members) if rank != self.rank and token]
 
 
 class ThreadId(NamedTuple):
@@ -83,10 +56,10 @@ class ProcessState:
         self.store: Any = None
         self.rank = 0  # in the world
         self.known: dict[int, str] = {}  # tokens of other processes, by rank in the world
-        self.waits: dict[int, tuple[GroupRecord, Operation]] = {}  # by thread
+        self.waits: dict[int, tuple[Ledger, Operation]] = {}  # by thread
         self.last: Operation | None = None  # whose wait has ended
         self.ended: set[str] = set()  # groups that have failed: nobody waits there, and nothing is to come
-        self._groups: weakref.WeakSet[GroupRecord] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._token, self._process = token, os.getpid() if token else 0
         self._said = ""
 
@@ -98,7 +71,7 @@ class ProcessState:
             self.waits.clear()
         return self._token
 
-    def join(self, group: GroupRecord, store: Any, rank: int, page: str, ranks: list[int]) -> None:
+    def join(self, group: Ledger, store: Any, rank: int, page: str, ranks: list[int]) -> None:
         """Starts to state through `store` what this process does in a group of these ranks of the world."""
         self.store, self.rank = store, rank
         self.known[rank] = self.token
@@ -106,14 +79,14 @@ class ProcessState:
         group.members = [self.known.get(rank, "") for rank in ranks]
         self._groups.add(group)
 
-    def begin_wait(self, group: GroupRecord, operation: Operation) -> tuple[GroupRecord, Operation] | None:
+    def begin_wait(self, group: Ledger, operation: Operation) -> tuple[Ledger, Operation] | None:
         """Records that the calling thread waits; returns what it waited for before, for `end_wait`."""
         operation.phase, operation.thread = phase(), threading.get_ident()
         before = self.waits.get(operation.thread)
         self.waits[operation.thread] = (group, operation)
         return before
 
-    def end_wait(self, operation: Operation, before: tuple[GroupRecord, Operation] | None) -> None:
+    def end_wait(self, operation: Operation, before: tuple[Ledger, Operation] | None) -> None:
         """Records that the wait has ended, successfully or not."""
         self.last = operation
         if before is None:
@@ -122,7 +95,7 @@ class ProcessState:
             self.waits[operation.thread] = before
 
     @contextlib.contextmanager
-    def waiting(self, operation: Operation, group: GroupRecord) -> Iterator[None]:
+    def waiting(self, operation: Operation, group: Ledger) -> Iterator[None]:
         """Context manager around a wait."""
         before = self.begin_wait(group, operation)
         try:
@@ -130,7 +103,7 @@ class ProcessState:
         finally:
             self.end_wait(operation, before)
 
-    def deadlock(self, group: GroupRecord, operation: Operation) -> tuple[str, bool] | None:
+    def deadlock(self, group: Ledger, operation: Operation) -> tuple[str, bool] | None:
         """Returns why a wait of this process will certainly never end, and whether another process found that.
 
         All processes in the same deadlock are told as well.
@@ -195,7 +168,7 @@ class ProcessState:
             "last": self.last.place if self.last is not None else "",
             "waits": waits,
             "ended": sorted(self.ended),
-            "begun": {page: dict(group.ledger.counts) for page, group in groups},
+            "begun": {page: dict(group.counts) for page, group in groups},
             "threads": {page: {k: group.thread_for(k) for k in _KINDS} for page, group in groups},
         }
 
@@ -204,7 +177,7 @@ class ProcessState:
         if self.store is not None:
             self._say(self._statement())
 
-    def others(self, group: GroupRecord, operation: Operation) -> dict[int, tuple[str, bool]]:
+    def others(self, group: Ledger, operation: Operation) -> dict[int, tuple[str, bool]]:
         """Returns ranks that have not begun an operation that this process waits for: where each of them last was, and
         whether it waits there."""
         missing: dict[int, tuple[str, bool]] = {}
@@ -237,7 +210,7 @@ class ProcessState:
         }
         return json.loads(self.store.get(name)) if self.store.check([name]) else silent
 
-    def told(self, group: GroupRecord, operation: Operation) -> str | None:
+    def told(self, group: Ledger, operation: Operation) -> str | None:
         """Returns why this wait will never end, if another process has found out."""
         name = _told(self.token)
         if self.store is None or not group.pages or not self.store.check([name]):
@@ -253,7 +226,7 @@ def _waits(statement: dict[str, Any]) -> dict[int, Wait]:
     return {int(thread): Wait(*wait) for thread, wait in statement["waits"].items()}
 
 
-def _listed(caught: dict[ThreadId, tuple[Wait, int]], group: GroupRecord) -> str:
+def _listed(caught: dict[ThreadId, tuple[Wait, int]], group: Ledger) -> str:
     """Describes who waits where, by rank of the group, or of the world for ranks outside of it."""
     lines = []
     for place, (wait, rank) in caught.items():

@@ -15,10 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from zerokern.comm.observer import Observer
-from zerokern.comm.operations import Ledger, Operation, phase
+from zerokern.comm.operations import UPDATE, Ledger, Operation, phase
 from zerokern.core.errors import CommError
 from zerokern.debug.agreement import Agreement, Disagreement, Failure, ranks_in_words
-from zerokern.debug.processes import THIS_PROCESS, UPDATE
+from zerokern.debug.processes import THIS_PROCESS
 
 __all__ = ["GroupWatch"]
 
@@ -65,17 +65,17 @@ class GroupWatch(Observer):
         Once for each process group: later, one rank may still hold a group that another has let go.
         """
         agreement, process, mine = self.agreement, self.agreement.process, ranks[self.ledger.rank]
-        process.join(agreement.group, store, mine, name, list(ranks))
+        process.join(agreement.ledger, store, mine, name, list(ranks))
         told = group.exchange([secrets.token_hex(8), process.token])
         process.known.update(zip(ranks, (token for _, token in told), strict=True))
         yield
         page = f"{name}/{told[0][0]}"
         agreement.move(dist.PrefixStore(f"zerokern/{page}", store))
-        process.join(agreement.group, store, mine, page, list(ranks))
+        process.join(agreement.ledger, store, mine, page, list(ranks))
 
     def awaiting_update(self) -> contextlib.AbstractContextManager[None]:
         update = Operation(UPDATE, 0, "of the parameters")
-        return self.agreement.process.waiting(update, self.agreement.group)
+        return self.agreement.process.waiting(update, self.agreement.ledger)
 
     def _end(self) -> None:
         """Ends all transfers of this group and of those that are tied to it."""
@@ -97,7 +97,7 @@ class GroupWatch(Observer):
             self._start()
         entry = (operation, time.monotonic())
         process = self.agreement.process
-        before = process.begin_wait(self.agreement.group, operation)
+        before = process.begin_wait(self.agreement.ledger, operation)
         self._waits.append(entry)
         try:
             yield
@@ -149,7 +149,7 @@ class GroupWatch(Observer):
     def failed(self, operation: Operation, error: RuntimeError) -> CommError:
         """Finds out why a transfer ended, and who is gone; ends all other transfers as well, here and elsewhere."""
         self._explaining = True
-        self.agreement.process.ended.update(self.agreement.group.pages)
+        self.agreement.process.ended.update(self.agreement.ledger.pages)
         said = ADORNMENT.sub("", str(error)) or type(error).__name__
         answers: list[Failure] = []
         # a store on a machine that has stopped does not answer, and has no limit of its own
@@ -199,7 +199,7 @@ class GroupWatch(Observer):
     def _inquire(self, operation: Operation, said: str, closed: list[int]) -> Failure:
         """Finds out which ranks are gone: those that closed their connection and state no failure."""
         agreement = self.agreement
-        told = agreement.process.told(agreement.group, operation)
+        told = agreement.process.told(agreement.ledger, operation)
         if told is not None:
             return Failure(told)
         limit = time.monotonic() + ANSWER_S

@@ -1,4 +1,4 @@
-"""An Accelerator that prepares, clips, saves and loads models that `zk.shard` has divided."""
+"""An Accelerator that prepares, clips, saves and loads models that `zk.shard` has sharded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 class Accelerator(accelerate.Accelerator):
-    """Extends `accelerate.Accelerator` to models that zk.shard has divided; others go the usual way.
+    """Extends `accelerate.Accelerator` to models that zk.shard has sharded; others go the usual way.
 
     Shard the model when the Accelerator has started the process group, then give it to `prepare`. `accumulate`,
     `clip_grad_norm_`, `save_state`, `load_state` and `get_state_dict` know about shards.
@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[AcceleratedOptimizer]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares as Accelerate does; refuses what cannot work with a divided model before anything is wrapped."""
+        """Prepares as Accelerate does; refuses what cannot work with a sharded model before anything is wrapped."""
         for arg in args:
             if isinstance(arg, nn.Module) and is_sharded(arg):
                 check_model(arg, self)
@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepares as Accelerate does; a divided model gets its autocast, and no DDP."""
+        """Prepares as Accelerate does; a sharded model gets its autocast, and no DDP."""
         if not is_sharded(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         check_model(model, self)
@@ -85,11 +85,11 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Returns Accelerate's context manager, or `zk.no_sync` for a divided model."""
+        """Returns Accelerate's context manager, or `zk.no_sync` for a sharded model."""
         return zk.no_sync(model) if is_sharded(model) else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips as Accelerate does; the norm of divided gradients is that of all ranks."""
+        """Clips as Accelerate does; the norm of sharded gradients is that of all ranks."""
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if all(shard_of(param) is None for param in listed):
             return super().clip_grad_norm_(listed, max_norm, norm_type)
@@ -97,7 +97,7 @@ class Accelerator(accelerate.Accelerator):
         return zk.clip_grad_norm_(listed, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Returns all of a divided model in host memory on the main process, and nothing on the others, which help."""
+        """Returns all of a sharded model in host memory on the main process, and nothing on the others, which help."""
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         whole: dict[int, Tensor] = {}
@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
         }
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
-        """Saves as Accelerate does; each divided model with its optimizers by `zk.save`, into a folder within."""
+        """Saves as Accelerate does; each sharded model with its optimizers by `zk.save`, into a folder within."""
         with self._withheld() as held:
             folder = super().save_state(output_dir, safe_serialization, **settings)
         for number, (model, optimizers) in enumerate(held):
@@ -132,7 +132,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _withheld(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:
-        """Context manager that hides divided models and their optimizers from Accelerate; yields them, paired."""
+        """Context manager that hides sharded models and their optimizers from Accelerate; yields them, paired."""
         models, optimizers = self._models, self._optimizers
         divided = [model for model in models if is_sharded(model)]
         pairs = [(model, [optimizer for optimizer in optimizers if trains(optimizer, model)]) for model in divided]

@@ -125,7 +125,7 @@ def from_deepspeed(
     or a dictionary by key; None leaves a keyword to you. `world`: the number of ranks; by default the process group's.
 
     >>> config = {"optimizer": {"type": "Lion", "params": {"lr": "auto", "betas": [0.9, 0.99]}}, "steps_per_print": 10}
-    >>> print(from_deepspeed(config, auto={"optimizer.params.lr": 1e-4}))
+    >>> print(zk.from_deepspeed(config, auto={"optimizer.params.lr": 1e-4}))
     keywords
       zk.shard                      stage=0
       zk.Lion                       lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0

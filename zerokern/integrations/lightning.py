@@ -1,4 +1,4 @@
-"""`Trainer(strategy="zerokern")`: a Lightning strategy for models that `zk.shard` divides."""
+"""`Trainer(strategy="zerokern")`: a Lightning strategy for models that `zk.shard` shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a model that `zk.shard` has divided, before a framework wraps it, moves it or steps it; and of options of
+"""Checks of a model that `zk.shard` has sharded, before a framework wraps it, moves it or steps it; and of options of
 ours that came through a framework's configuration."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALLOWED = ("NO", "MULTI_CPU", "MULTI_GPU")  # where Accelerate lets each rank ru
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Returns whether `zk.shard` has divided the model, or what it wraps.
+    """Returns whether `zk.shard` has sharded the model, or what it wraps.
 
     >>> import zerokern as zk
     >>> is_sharded(nn.Linear(2, 1)), is_sharded(zk.shard(nn.Linear(2, 1)))
@@ -44,7 +44,7 @@ def is_ours(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Returns whether the optimizer has parameters of this divided model.
+    """Returns whether the optimizer has parameters of this sharded model.
 
     >>> import zerokern as zk
     >>> model, other = zk.shard(nn.Linear(2, 1)), zk.shard(nn.Linear(2, 1))
@@ -62,7 +62,7 @@ def check_model(model: nn.Module, accelerator: Any) -> None:
     kind, backend = accelerator.distributed_type.value, accelerator.state.dynamo_plugin.backend.value
     precision, has_no_scaler = accelerator.mixed_precision, accelerator.scaler is None
     if kind not in ALLOWED:
-        do = "zk.shard is what divides the model; leave FSDP, DeepSpeed and the like out of the configuration"
+        do = "zk.shard is what shards the model; leave FSDP, DeepSpeed and the like out of the configuration"
         raise ValueError(got("distributed_type", kind, " or ".join(ALLOWED), do))
     if group.size != accelerator.num_processes:
         do = "Call zk.shard, without a mesh, after the Accelerator (or TrainingArguments) has started the process group"
@@ -85,7 +85,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, scaled: bool) -> None:
     divided = [(param, home) for param, home in pairs if home is not None and not home.sharding.replicated]
     strangers = [home for param, home in divided if scaled or param is not home.piece]
     if strangers and not getattr(optimizer, "_zk_shards", False):
-        what = f"{type(optimizer).__name__} for {strangers[0].name!r}, which zk.shard has divided"
+        what = f"{type(optimizer).__name__} for {strangers[0].name!r}, which zk.shard has sharded"
         raise StateError(got("optimizer", what, "zk.AdamW, Adam, Lion, Adagrad, SGD or Muon on its parameters"))
 
 

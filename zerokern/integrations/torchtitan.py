@@ -1,4 +1,4 @@
-"""torchtitan trains with zerokern: a TrainSpec whose optimizers are replaced, and whose models `zk.shard` divides."""
+"""torchtitan trains with zerokern: a TrainSpec whose optimizers are replaced, and whose models `zk.shard` shards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KEPT = {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"}
 OF_MUON = {"lr", "weight_decay", "maximize"}  # of these, what is the same for Muon
 ALONE = (
     "data_parallel_replicate_degree alone makes copies: each rank has all of the model's state (stage 0), where "
-    "stage={stage} was asked for. data_parallel_shard_degree is what zk.shard divides along"
+    "stage={stage} was asked for. data_parallel_shard_degree is what zk.shard shards along"
 )
 Options = Callable[[str, Tensor], dict[str, Any]]  # of one parameter, by its name in the model
 torchtitans_clip = utils.clip_grad_norm_
@@ -64,7 +64,7 @@ def use(
     Call it in a module of your own that `--experimental.custom_import` names: torchtitan imports it before it looks
     for the model. `options` returns what is different for some parameters, such as those too small for int8.
 
-    `stage`: `zk.shard` divides the model in the place of FSDP2 or DDP, along the dimensions that they would divide it
+    `stage`: `zk.shard` shards the model in the place of FSDP2 or DDP, along the dimensions that they would divide it
     along (`data_parallel_shard_degree` times `context_parallel_degree`; `data_parallel_replicate_degree` makes copies);
     tensor, context and pipeline parallelism, activation checkpointing and compile are torchtitan's. `shard` has more
     keywords of `zk.shard`: `{"tier": "cpu"}`. None: FSDP2 divides it.
@@ -111,7 +111,7 @@ def train_spec(
         if spec.pipelining_fn is not None:
             changed["pipelining_fn"] = pipelined(spec.pipelining_fn)
     elif shard:
-        raise ValueError(got("shard", dict(shard), "None where zk.shard does not divide the model", "Say stage= too"))
+        raise ValueError(got("shard", dict(shard), "None where zk.shard does not shard the model", "Say stage= too"))
     return dataclasses.replace(spec, **changed)
 
 
@@ -177,7 +177,7 @@ def parallelized(build: Callable[..., nn.Module], stage: int, shard: Mapping[str
         model = build(model, _WithoutDataParallel(parallel_dims), job_config, *args, **kwargs)
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise StateError(
-                "this model's parallelize_fn has called fully_shard; leave stage= out, and FSDP2 divides it"
+                "this model's parallelize_fn has called fully_shard; leave stage= out, and FSDP2 shards it"
             )
         _shard(model, parallel_dims, job_config, stage, shard)
         return model
@@ -239,7 +239,7 @@ def check(job_config: Any, stage: int) -> None:
 
 
 class _WithoutDataParallel:
-    """ParallelDims that hide the dimensions that `zk.shard` divides along from a parallelize_fn."""
+    """ParallelDims that hide the dimensions that `zk.shard` shards along from a parallelize_fn."""
 
     fsdp_enabled = dp_replicate_enabled = dp_shard_enabled = dp_enabled = False
 

@@ -1,4 +1,4 @@
-"""A Trainer of Hugging Face for models that `zk.shard` has divided, and an optimizer for any Trainer's public hook."""
+"""A Trainer of Hugging Face for models that `zk.shard` has sharded, and an optimizer for any Trainer's public hook."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _check_optim(args: TrainingArguments) -> None:
 
 
 class TrainerMixin(_Any):
-    """Makes any Trainer, such as one of TRL, take a model that zk.shard has divided: `class Tuner(TrainerMixin,
+    """Makes any Trainer, such as one of TRL, take a model that zk.shard has sharded: `class Tuner(TrainerMixin,
     SFTTrainer)`. With other models the Trainer works as ever, and reads checkpoints of `zk.save` too.
 
     >>> issubclass(Trainer, TrainerMixin)
@@ -111,7 +111,7 @@ class TrainerMixin(_Any):
         }
         for name, do in refused.items():
             if getattr(self.args, name, False):
-                raise ValueError(got(name, True, "False with a model that zk.shard has divided", do))
+                raise ValueError(got(name, True, "False with a model that zk.shard has sharded", do))
         if self.args.n_gpu > 1:
             raise ValueError(got("n_gpu", self.args.n_gpu, "one for each process", "torchrun --nproc-per-node=..."))
         check_model(self.model, self.accelerator)
@@ -196,7 +196,7 @@ class TrainerMixin(_Any):
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
-    """Extends `transformers.Trainer` to models that zk.shard has divided.
+    """Extends `transformers.Trainer` to models that zk.shard has sharded.
 
     Shard the model when the arguments have started the process group: `args.device` does that.
 

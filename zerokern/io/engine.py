@@ -32,7 +32,7 @@ class Faults:
     Blocks of operation ``fail_op`` (1 read, 2 write, 0 any) that touch ``fail_begin`` to ``fail_end`` of the engine's
     file ``fail_file`` (-1 any) fail at most ``fail_count`` times (-1 always).
 
-    >>> Faults(seed=7, shorten=6554).shorten
+    >>> zk.io.Faults(seed=7, shorten=6554).shorten
     6554
     """
 
@@ -57,9 +57,11 @@ class Faults:
 
 
 class Engine:
-    """One native engine. ``kind`` is the one that runs; ``why`` says why it is not io_uring, or is empty.
+    """A native engine that reads and writes blocks of files.
 
-    >>> with Engine("threads", depth=4, block=1 << 20) as engine:
+    ``kind`` is the one that runs; ``why`` says why it is not io_uring, or is empty.
+
+    >>> with zk.io.Engine("threads", depth=4, block=1 << 20) as engine:
     ...     engine.kind, engine.stats()["pending"]
     ('threads', 0)
     """
@@ -169,7 +171,7 @@ class Engine:
 def why_no_uring() -> str:
     """Returns why io_uring does not run here, in the kernel's words; "" where it does. Moves nothing.
 
-    >>> isinstance(why_no_uring(), str)
+    >>> isinstance(zk.io.why_no_uring(), str)
     True
     """
     options = native.IoOptions(kind=native.IO_URING, depth=1, block=4096, threads=1, bounces=1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zerokern.core.units import BLOCK
 
-__all__ = ["ALIGNMENT", "PAGE", "Piece", "Segment", "Width", "columns", "plan"]
+__all__ = ["ALIGNMENT", "PAGE", "Content", "Segment", "Width", "columns", "plan"]
 
 ALIGNMENT = 64
 PAGE = 4096
@@ -39,11 +39,8 @@ class Segment(NamedTuple):
         return slice(self.start, self.start + self.numel)
 
 
-class Piece(NamedTuple):
-    """The content of one record."""
-
-    segments: tuple[Segment, ...]
-    nbytes: int
+Content = tuple[tuple[Segment, ...], int]
+"""What one record holds, and its bytes."""
 
 
 @lru_cache(maxsize=4096)
@@ -62,17 +59,16 @@ def columns(widths: tuple[Width, ...], numel: int) -> tuple[tuple[int, ...], int
 
 def plan(
     numels: Sequence[int], widths: Sequence[tuple[Width, ...]], slot_nbytes: int, *, cuts: bool = True
-) -> list[Piece]:
+) -> list[Content]:
     """Plans records of at most `slot_nbytes` that hold the columns of all spans, in order.
 
     Small spans share a record, large ones are split; without `cuts` all must be small. Records are whole pages, so that
     they need no bounce buffer.
 
     >>> plan([100, 1000], [(Width(4, 1),)] * 2, 4096)[0]
-    Piece(segments=(Segment(span=0, start=0, numel=100, offset=0), Segment(span=1, start=0, numel=896, offset=448)),\
- nbytes=4096)
+    ((Segment(span=0, start=0, numel=100, offset=0), Segment(span=1, start=0, numel=896, offset=448)), 4096)
     """
-    pieces: list[Piece] = []
+    records: list[Content] = []
     segments: list[Segment] = []
     used = 0
     for span, (numel, mine) in enumerate(zip(numels, widths, strict=True)):
@@ -82,7 +78,7 @@ def plan(
             enough = cuts and count and columns(mine, count)[1] * _LEAST_SHARE >= slot_nbytes
             worthwhile = count == numel - start or enough
             if segments and not worthwhile:
-                pieces.append(_closed(segments, used))
+                records.append((tuple(segments), _rounded_up(used, PAGE)))
                 segments, used = [], 0
                 continue
             if not count or not (cuts or worthwhile):
@@ -91,11 +87,7 @@ def plan(
             segments.append(Segment(span, start, count, used))
             used += columns(mine, count)[1]
             start += count
-    return [*pieces, _closed(segments, used)] if segments else pieces
-
-
-def _closed(segments: list[Segment], used: int) -> Piece:
-    return Piece(tuple(segments), _rounded_up(used, PAGE))
+    return [*records, (tuple(segments), _rounded_up(used, PAGE))] if segments else records
 
 
 def _within(widths: tuple[Width, ...], numel: int, nbytes: int) -> int:

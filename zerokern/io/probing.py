@@ -44,9 +44,9 @@ _log = logging.getLogger("zerokern.io")
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured of a disk. Without O_DIRECT nothing is: then speeds are 0, depth and block a usual choice.
+    """The result of measuring a disk. Without O_DIRECT nothing is: then speeds are 0, depth and block a usual choice.
 
-    >>> Probe(depth=16, block=1 << 20, engine="uring", direct=True, read_gb_s=6.5, write_gb_s=3.25).line()
+    >>> zk.io.Probe(depth=16, block=1 << 20, engine="uring", direct=True, read_gb_s=6.5, write_gb_s=3.25).line()
     'uring, O_DIRECT, depth 16, block 1024 KiB, read 6.50 GB/s, write 3.25 GB/s'
     """
 
@@ -79,7 +79,7 @@ def settings(folder: Path, depth: int | None, block: int | None) -> tuple[int, i
 def probe(folder: str | os.PathLike[str]) -> Probe:
     """Measures the disk below an existing folder, in a few seconds, or returns what the cache has.
 
-    >>> probe("/dev/shm").depth >= 1
+    >>> zk.io.probe("/dev/shm").depth >= 1
     True
     """
     folder = Path(folder)
@@ -105,7 +105,7 @@ def probes() -> dict[str, Probe]:
 
     Disks that are not here any more are left out.
 
-    >>> all(found.depth >= 1 for found in probes().values())
+    >>> all(found.depth >= 1 for found in zk.io.probes().values())
     True
     """
     try:

@@ -50,7 +50,7 @@ class Store:
     Spans of ``arena`` move without a copy, any other tensor with one, which ``stats()`` counts.
 
     >>> import tempfile, torch
-    >>> with tempfile.TemporaryDirectory() as folder, Store(folder, depth=8, block=1 << 20) as store:
+    >>> with tempfile.TemporaryDirectory() as folder, zk.io.Store(folder, depth=8, block=1 << 20) as store:
     ...     written = store.put("layer.0", torch.arange(6.0))
     ...     out = torch.empty(6)
     ...     store.get("layer.0", out).wait()   # ordered behind the put

@@ -106,7 +106,7 @@ class Ticket:
 
     >>> import tempfile, torch
     >>> from zerokern.io import Store
-    >>> with tempfile.TemporaryDirectory() as folder, Store(folder, depth=4, block=1 << 20) as store:
+    >>> with tempfile.TemporaryDirectory() as folder, zk.io.Store(folder, depth=4, block=1 << 20) as store:
     ...     ticket = store.put("x", torch.arange(5))
     ...     ticket.wait()
     ...     ticket.done(), ticket.nbytes

@@ -44,7 +44,7 @@ class Nvme:
         engine: "uring", "threads", or "auto" for the better one that this kernel allows.
         checksum: whether each record has a CRC32C, checked when it is read.
 
-    >>> Nvme("swap", budget="8G").budget == 8 * 2**30
+    >>> zk.Nvme("swap", budget="8G").budget == 8 * 2**30
     True
     """
 

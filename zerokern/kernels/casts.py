@@ -19,7 +19,7 @@ def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = Non
     """dst = scale * src, rounded to dst's dtype to nearest even. dst is not read; it may be src itself.
 
     >>> x, y = torch.tensor([1.0, 2.0]), torch.empty(2, dtype=torch.bfloat16)
-    >>> cast(x, y, scale=0.5); y
+    >>> zk.kernels.cast(x, y, scale=0.5); y
     tensor([0.5000, 1.0000], dtype=torch.bfloat16)
     """
     _sum(dst, [("src", src)], False, scale, impl)
@@ -34,7 +34,7 @@ def accumulate(
     ``add=False`` leaves dst out and does not read it.
 
     >>> total = torch.ones(2)
-    >>> accumulate(total, [torch.ones(2, dtype=torch.bfloat16)] * 2); total
+    >>> zk.kernels.accumulate(total, [torch.ones(2, dtype=torch.bfloat16)] * 2); total
     tensor([3., 3.])
     """
     add_up(dst, srcs, add=add, scale=scale, impl=impl)

@@ -30,9 +30,9 @@ def _convert(family: str, verb: str, kind: str, x: Tensor, codes: Tensor, aux: T
 
 
 def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and block scales of fp32 values; ``exp_avg_sq`` codes the square root of x. Returns new tensors.
+    """Returns codes and block scales of fp32 values; ``exp_avg_sq`` codes the square root of x. Returns new tensors.
 
-    >>> encode_int8(torch.tensor([1.0, -0.5]))
+    >>> zk.kernels.encode_int8(torch.tensor([1.0, -0.5]))
     (tensor([127, -85], dtype=torch.int8), tensor([1.]))
     """
     checks.tensor("x", x, (torch.float32,))
@@ -46,9 +46,9 @@ def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) ->
 
 
 def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> Tensor:
-    """The fp32 values that codes and block scales stand for. Returns a new tensor.
+    """Returns the fp32 values that codes and block scales stand for. Returns a new tensor.
 
-    >>> decode_int8(torch.tensor([127, 0], dtype=torch.int8), torch.tensor([2.0]))
+    >>> zk.kernels.decode_int8(torch.tensor([127, 0], dtype=torch.int8), torch.tensor([2.0]))
     tensor([2., 0.])
     """
     checks.tensor("codes", codes, (formats.CODES[_kind(kind)],))
@@ -62,9 +62,9 @@ def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: st
 
 
 def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """The bf16 upper half and the remainder of fp32 values: ``"split16"`` keeps every bit, ``"split8"`` 24 bits.
+    """Returns the bf16 upper half and the remainder of fp32 values: "split16" keeps every bit, "split8" 24 bits.
 
-    >>> split(torch.tensor([1.00390625]), "split16")
+    >>> zk.kernels.split(torch.tensor([1.00390625]), "split16")
     (tensor([1.0078], dtype=torch.bfloat16), tensor([-32768], dtype=torch.int16))
     """
     checks.tensor("x", x, (torch.float32,))
@@ -80,9 +80,9 @@ def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Te
 
 
 def join(hi: Tensor, remainder: Tensor, *, impl: str | None = None) -> Tensor:
-    """The fp32 values of a split master. Returns a new tensor.
+    """Returns the fp32 values of a split master. Returns a new tensor.
 
-    >>> join(*split(torch.tensor([0.1]), "split16"))
+    >>> zk.kernels.join(*zk.kernels.split(torch.tensor([0.1]), "split16"))
     tensor([0.1000])
     """
     checks.tensor("hi", hi, (torch.bfloat16,))

@@ -38,7 +38,8 @@ def flatten(
     that is not finite, else 0.0. On a CUDA device nothing waits for it.
 
     >>> bucket, stats = torch.zeros(5), torch.empty(2, dtype=torch.float64)
-    >>> flatten([torch.ones(2, dtype=torch.bfloat16), torch.tensor([[1.0, 2.0]]).t()], bucket, scale=2.0, stats=stats)
+    >>> tensors = [torch.ones(2, dtype=torch.bfloat16), torch.tensor([[1.0, 2.0]]).t()]
+    >>> zk.kernels.flatten(tensors, bucket, scale=2.0, stats=stats)
     >>> bucket, stats
     (tensor([2., 2., 2., 4., 0.]), tensor([28.,  0.], dtype=torch.float64))
     """
@@ -60,7 +61,7 @@ def unflatten(
     """tensors[i] = cast(scale * bucket[offset of i : ... + numel of i]): the way back of `flatten`.
 
     >>> x = torch.zeros(2, 2)
-    >>> unflatten(torch.arange(4.0), [x.t()]); x
+    >>> zk.kernels.unflatten(torch.arange(4.0), [x.t()]); x
     tensor([[0., 2.],
             [1., 3.]])
     """
@@ -78,7 +79,7 @@ class Flattener:
     its caller does `torch.autograd.graph.increment_version`, where something may have been saved for a backward pass.
 
     >>> like = [torch.empty(2), torch.empty(3, dtype=torch.bfloat16)]
-    >>> flattener = Flattener(like, torch.float32)
+    >>> flattener = zk.kernels.Flattener(like, torch.float32)
     >>> bucket = torch.zeros(flattener.numel)
     >>> flattener.flatten([torch.ones(2), torch.full((3,), 2.0, dtype=torch.bfloat16)], bucket); bucket
     tensor([1., 1., 2., 2., 2.])

@@ -64,13 +64,13 @@ def adam(
     first: int | Sequence[int] = 0,
     impl: str | None = None,
 ) -> None:
-    """One Adam (``decoupled=False``) or AdamW step.
+    """Performs one Adam (``decoupled=False``) or AdamW step.
 
     The formats follow from the tensors: a bf16 ``param`` with an int16 or int8 ``remainder`` is a split master, with an
     fp32 ``master`` it only receives the rounded value; int8 states come with scales, one per started block of 128.
 
     >>> p, g, m, v = torch.ones(4), torch.ones(4), torch.zeros(4), torch.zeros(4)
-    >>> adam(p, g, m, v, lr=0.1, step=1)
+    >>> zk.kernels.adam(p, g, m, v, lr=0.1, step=1)
     >>> p
     tensor([0.9000, 0.9000, 0.9000, 0.9000])
     """
@@ -98,10 +98,10 @@ def lion(
     first: int | Sequence[int] = 0,
     impl: str | None = None,
 ) -> None:
-    """One Lion step.
+    """Performs one Lion step.
 
     >>> p, g, m = torch.ones(2), torch.tensor([3.0, -2.0]), torch.zeros(2)
-    >>> lion(p, g, m, lr=0.25)
+    >>> zk.kernels.lion(p, g, m, lr=0.25)
     >>> p
     tensor([0.7500, 1.2500])
     """
@@ -128,10 +128,10 @@ def adagrad(
     first: int | Sequence[int] = 0,
     impl: str | None = None,
 ) -> None:
-    """One Adagrad step.
+    """Performs one Adagrad step.
 
     >>> p, g, s = torch.ones(2), torch.full((2,), 2.0), torch.zeros(2)
-    >>> adagrad(p, g, s, lr=0.5, step=1)
+    >>> zk.kernels.adagrad(p, g, s, lr=0.5, step=1)
     >>> p
     tensor([0.5000, 0.5000])
     """
@@ -160,10 +160,10 @@ def sgd(
     first: int | Sequence[int] = 0,
     impl: str | None = None,
 ) -> None:
-    """One SGD step; ``first_step`` starts the momentum buffer as the gradient.
+    """Performs one SGD step; ``first_step`` starts the momentum buffer as the gradient.
 
     >>> p, g = torch.ones(2), torch.ones(2)
-    >>> sgd(p, g, lr=0.5)
+    >>> zk.kernels.sgd(p, g, lr=0.5)
     >>> p
     tensor([0.5000, 0.5000])
     """
@@ -183,7 +183,7 @@ def muon(
     scale: float = 1.0,
     impl: str | None = None,
 ) -> None:
-    """The element-wise half of one Muon step: moves the average, and writes the matrix that is to be orthogonalized.
+    """Performs the element-wise half of one Muon step: moves the average, and writes the matrix to orthogonalize.
 
     No parameter is read or written: `orthogonal.iterate_` takes ``out`` (fp32 or bf16) and ``sums``, and its
     result is applied as `orthogonal.apply_settings` says. ``sums`` gets the sum of squares of each started chunk of
@@ -191,7 +191,7 @@ def muon(
 
     >>> g, m, out = torch.tensor([4.0, -8.0]), torch.zeros(2), torch.empty(2)
     >>> sums = torch.empty(1, dtype=torch.float64)
-    >>> muon(g, m, out, sums, momentum=0.75)
+    >>> zk.kernels.muon(g, m, out, sums, momentum=0.75)
     >>> m, out, sums
     (tensor([ 1., -2.]), tensor([ 1.7500, -3.5000]), tensor([15.3125], dtype=torch.float64))
     """
@@ -199,9 +199,9 @@ def muon(
 
 
 def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:
-    """Sum of squares of all elements in float64, in a fixed order; non-finite if any element is.
+    """Returns the sum of squares of all elements in float64, in a fixed order; non-finite if any element is.
 
-    >>> sumsq(torch.tensor([3.0, 4.0]))
+    >>> zk.kernels.sumsq(torch.tensor([3.0, 4.0]))
     25.0
     """
     sources, device = _sources(tensors)
@@ -274,11 +274,11 @@ def stream(
     *,
     impl: str | None = None,
 ) -> None:
-    """The roof: reads, updates and writes the bytes of equally large tensors and computes next to nothing.
+    """Reads, updates and writes equally large tensors and computes next to nothing: its time is the roof.
 
     What is updated or written holds nothing of use afterwards.
 
-    >>> stream(reads=[torch.zeros(1024)], updates=[torch.zeros(1024)])
+    >>> zk.kernels.stream(reads=[torch.zeros(1024)], updates=[torch.zeros(1024)])
     """
     every = [*reads, *updates, *writes]
     named = [(f"stream {i}", t) for i, t in enumerate(every)]

@@ -1,7 +1,8 @@
 """Sums of squares that are measured where tensors lie or are written, and added up in the one order of `sumsq`.
 
 That order is `reference.sumsq`'s: chunks of 65536 elements, whose sums are added tensor by tensor. A device measures
-chunks; whoever has their sums adds them, so a tensor has one sum whoever measured it.
+chunks, of which eight bytes each go to the host; whoever has their sums adds them, so a tensor has one sum whoever
+measured it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from zerokern.kernels import cpu, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
-from zerokern.kernels.triton.upload import table_for
+from zerokern.kernels.triton.upload import host_words, table_for
 
 __all__ = ["ChunkSums", "Squares", "one_by_one"]
 
@@ -78,7 +79,8 @@ def _one_of(sums: Callable[[], Sequence[float]], at: int) -> float:
 class ChunkSums:
     """Sums of squares of the chunks of a list of tensors, measured where these lie, again and again.
 
-    `numels`, `dtypes`: of the tensors, the same in every call. `count`: how many chunks there are.
+    `numels`, `dtypes`: of the tensors, the same in every call, and together the `key`. `count`: how many chunks there
+    are.
 
     >>> sums = ChunkSums([3, 70000], [torch.float32, torch.bfloat16])
     >>> chunks = torch.empty(sums.count, dtype=torch.float64)
@@ -89,8 +91,9 @@ class ChunkSums:
 
     def __init__(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], impl: str | None = None) -> None:
         self._chunks = [-(-numel // reference.SUMSQ_CHUNK) for numel in numels]
-        self._numels, self._impl = list(numels), impl
+        self._numels, self._impl, self.key = list(numels), impl, (tuple(numels), tuple(dtypes))
         self.count = sum(self._chunks)
+        self._here: Tensor | None = None
         # tensors of one dtype that follow each other are measured together, so that chunks are in the order of tensors
         begins = [at for at in range(len(numels)) if at == 0 or dtypes[at] != dtypes[at - 1]]
         self._runs = [slice(*ends) for ends in zip(begins, [*begins[1:], len(numels)], strict=True)]
@@ -121,6 +124,45 @@ class ChunkSums:
                 else:
                     pointers, numels = array("Q", [one.data_ptr() for one in some]), array("q", self._numels[run])
                     cpu.sumsq_chunks(pointers, numels, some[0].dtype, mine)
+
+    def launch(self, driver: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Launches the measurement on the current stream. `driver`: of the device; None for host memory.
+
+        Returns host memory, and the chunks' sums on the device, which the caller copies there. Nobody launches again
+        before the last sums have been read, or are of no interest any more.
+
+        >>> ChunkSums([2, 1], [torch.float32] * 2).launch(None, [torch.ones(2), torch.ones(1)])[1]
+        tensor([2., 1.], dtype=torch.float64)
+        """
+        # new memory each time: the copy of the last sums may still read theirs
+        there = torch.empty(self.count, dtype=torch.float64, device=tensors[0].device)
+        if self._here is None:  # of torch's allocator: an arena has whole pages, and a bucket has a few of these words
+            self._here = host_words(there)
+        launch = getattr(driver, "launch", None)  # a played device has streams of its own
+        if launch is None:
+            self.measure(tensors, there)
+        else:
+            launch(functools.partial(self.measure, list(tensors), there))
+        return self._here, there
+
+    def later(self, wait: Callable[[], None]) -> Callable[[], array[float]]:
+        """Returns a function that calls `wait`, for the copy of what was launched last, and returns the sum of each
+        tensor. Any thread may call it.
+
+        >>> sums = ChunkSums([2], [torch.float32])
+        >>> here, there = sums.launch(None, [torch.ones(2)])
+        >>> _ = here.copy_(there); sums.later(lambda: None)()
+        array('d', [2.0])
+        """
+        here = self._here
+        assert here is not None
+
+        @functools.cache
+        def sums() -> array[float]:
+            wait()
+            return self.added(here)
+
+        return sums
 
     def added(self, chunks: Tensor) -> array[float]:
         """Returns the sum of each tensor, from its chunks' sums in host memory: the bits of `sumsq`.

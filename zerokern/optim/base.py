@@ -89,7 +89,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _algorithm: ClassVar[Algorithm]
     _step_supports_amp_scaling = True
-    _zk_shards = True  # steps parameters that zk.shard divides
+    _zk_shards = True  # steps parameters that zk.shard shards
     tier, schedule, update = map(chosen, ("tier", "schedule", "update"))
     _waited_ns: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})  # until the step before, and until the last one
     _steps = 0
@@ -172,7 +172,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
     def statistics(self) -> dict[str, float]:
-        """Of the last `step()`, under names that go to a logger as they are.
+        """Returns numbers about the last `step()`, under names that suit a logger.
 
         `steps` and `skipped_steps`: how many there were, how many of them changed nothing. `grad_norm`, where it is
         known. `step_s`: seconds that `step()` took. `waited_s/update`: seconds between the two last calls of `step()`
@@ -391,7 +391,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def flush(self) -> None:
-        """Finish what is under way, and publish an update that was kept back (`schedule=zk.Delayed(...)`).
+        """Finishes the update that is in flight, and publishes one that was kept back (`schedule=zk.Delayed(...)`).
 
         Nothing else does: saving, evaluating and logging leave a pending update pending. Under `zk.shard` every rank
         calls it.
@@ -408,7 +408,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def close(self) -> None:
-        """Ends the optimizer: what is under way is finished and published, then disk and host memory are given back.
+        """Ends the optimizer: an update in flight is finished and published, then disk and host memory are given back.
 
         Parameters stay as they are; state is gone, so save it before. `with zk.AdamW(...) as opt:` closes at the end of
         the block. Under `zk.shard` every rank calls it. A second call does nothing.
@@ -456,7 +456,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def refresh_masters(self) -> None:
-        """Begin masters and remainders anew from the parameters, after a write that nobody counts.
+        """Rebuilds masters and remainders from the parameters, after a write that torch does not count.
 
         Such are writes by way of `p.data`, torch.distributed's (`broadcast(p, 0)`), and those through numpy or a
         pointer. Others (`load_state_dict`, `copy_` within `torch.no_grad()`) are followed without this call.

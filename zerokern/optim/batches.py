@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerokern.io.pieces import Piece, Segment, Width, plan
+from zerokern.io.pieces import Content, Segment, Width, plan
 from zerokern.io.pieces import columns as columns_of
 from zerokern.memory import Rest
 from zerokern.optim.matrices import Matrix, is_cut
@@ -22,7 +22,7 @@ _LEAST, _MOST = 256 << 10, 64 << 20  # bytes of a slot
 _LEAST_OF_MATRICES = 32 << 20  # their calls take longer than copies of as many bytes
 
 
-def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tuple[list[Any], int, int]:
+def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tuple[list[Content], int, int]:
     """Returns the pieces that state of these elements is moved in, how many slots there are, and the bytes of each.
 
     >>> pieces, slots, nbytes = pieces_of([1 << 20], [(Width(4, 1), Width(4, 1))])
@@ -35,12 +35,12 @@ def pieces_of(numels: Sequence[int], widths: Sequence[tuple[Width, ...]]) -> tup
 
 def whole_pieces(
     matrices: Sequence[Matrix], widths: Sequence[tuple[Width, ...]], turns: Sequence[int] = ()
-) -> tuple[list[Any], int, int]:
+) -> tuple[list[Content], int, int]:
     """Returns what `pieces_of` does, where the state of a matrix is moved at once: small ones share pieces, cut ones
     have that of a round. A round is of one turn (`turns`: those of the matrices), and the same on all ranks.
 
     >>> two, matrices = Width(2, 1), [Matrix(0, 32, 8, 4), Matrix(0, 4096 * 2048, 4096, 2048), Matrix(32, 64, 16, 4)]
-    >>> [piece.nbytes for piece in whole_pieces(matrices, [(two, Width(4, 1))] * 3)[0]]
+    >>> [nbytes for _, nbytes in whole_pieces(matrices, [(two, Width(4, 1))] * 3)[0]]
     [576, 50331648]
     """
     turns = turns or [0] * len(matrices)
@@ -68,7 +68,7 @@ def whole_pieces(
         for row in some:
             segments.append(Segment(row, matrices[row].start, matrices[row].numel, end))
             end += sizes[row]
-        pieces.append(Piece(tuple(segments), end))
+        pieces.append((tuple(segments), end))
     return _in_slots(pieces)
 
 
@@ -77,8 +77,8 @@ def _bound(total: int, least: int) -> int:
     return min(max(-(-total // _PARTS), least), _MOST)
 
 
-def _in_slots(pieces: list[Piece]) -> tuple[list[Any], int, int]:
-    return pieces, min(SLOTS, len(pieces)), max((piece.nbytes for piece in pieces), default=0)
+def _in_slots(pieces: list[Content]) -> tuple[list[Content], int, int]:
+    return pieces, min(SLOTS, len(pieces)), max((nbytes for _, nbytes in pieces), default=0)
 
 
 @dataclass

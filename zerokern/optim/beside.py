@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.io.pieces import ALIGNMENT, Segment
+from zerokern.io.pieces import ALIGNMENT, Content, Segment
 from zerokern.io.pieces import columns as columns_of
 from zerokern.kernels.reference_table import host_table
 from zerokern.kernels.triton.backend import launching
@@ -152,10 +152,10 @@ class Beside:
         self.resident.lay_out(survey, groups, [one for one, _ in near], [row for _, row in near], steps)
         self.pieces.wait()
         pieces = self._cut(survey, far)
-        self.pieces.lay_out([piece.nbytes for piece in pieces])
-        self._turns = [far[piece.segments[0].span][0] for piece in pieces]
-        for number, piece in enumerate(pieces):
-            for segment in piece.segments:
+        self.pieces.lay_out([nbytes for _, nbytes in pieces])
+        self._turns = [far[segments[0].span][0] for segments, _ in pieces]
+        for number, (segments, _) in enumerate(pieces):
+            for segment in segments:
                 _, (i, place), row, moves = far[segment.span]
                 members.append((i, place if survey.matrices else segment))
                 passing.append(_in_slot(self.pieces, number, survey, i, row, segment) if moves else row)
@@ -163,7 +163,7 @@ class Beside:
         self._moving = {id(survey.params[i]) for i, _ in members}
         self.passing.lay_out(survey, groups, members, passing, steps)
 
-    def _cut(self, survey: Survey, far: Sequence[tuple[int, Member, Row, bool]]) -> list[Any]:
+    def _cut(self, survey: Survey, far: Sequence[tuple[int, Member, Row, bool]]) -> list[Content]:
         """Cuts rows into pieces. State that does not move lies on the device, and is updated there among the others of
         a round: ranks need not have the same in host memory."""
         widths = [row.layout.widths if moves else () for _, _, row, moves in far]

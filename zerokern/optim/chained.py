@@ -41,7 +41,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     >>> import torch, zerokern as zk
     >>> weight, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    >>> opt = ChainedOptimizer([zk.Muon([weight], lr=0.1), zk.SGD([bias], lr=0.5)], max_grad_norm=1.0)
+    >>> opt = zk.ChainedOptimizer([zk.Muon([weight], lr=0.1), zk.SGD([bias], lr=0.5)], max_grad_norm=1.0)
     >>> scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
     >>> weight.grad, bias.grad = torch.zeros(2, 2), torch.tensor([3.0, 4.0])
     >>> opt.step(); scheduler.step()
@@ -49,7 +49,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
     (5.0, tensor([0.7000, 0.6000]), [0.05, 0.25])
     """
 
-    _zk_shards = True  # steps parameters that zk.shard divides
+    _zk_shards = True  # steps parameters that zk.shard shards
     _step_supports_amp_scaling = True
 
     def __init__(self, optimizers: Iterable[FusedOptimizer], max_grad_norm: float | None = None) -> None:

@@ -49,7 +49,7 @@ def clip_grad_norm_(
     gradients count too. Each rank calls this once with all it holds of the model; if the norm is not finite, all skip.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2)); weight.grad = torch.tensor([3.0, 4.0])
-    >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad
+    >>> zk.clip_grad_norm_([weight], max_norm=1.0), weight.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
     checks.refuse_other_kinds("max_norm", max_norm)

@@ -29,7 +29,7 @@ from zerokern.zero.units import check_split
 _SMALLEST = 2 + 1 + 1 + 1 + 2 + 2 * 4 / 128
 TAKES_LESS = (
     f'state_format="int8" with master_format="split8" takes {_SMALLEST:.1f} bytes per bf16 parameter; zk.shard '
-    'divides it by the ranks from stage=1 on; tier=zk.Nvme(path) keeps state on disk; zk.plan(..., tier="cpu") '
+    'shards it from stage=1 on; tier=zk.Nvme(path) keeps state on disk; zk.plan(..., tier="cpu") '
     "says beforehand what fits"
 )
 ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
@@ -300,9 +300,9 @@ def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str,
 
     >>> from zerokern.optim import AdamW
     >>> weight = torch.nn.Parameter(torch.ones(4)); weight.grad = torch.ones(4)
-    >>> exact, small = AdamW([weight]), AdamW([weight], state_format="int8")
+    >>> exact, small = zk.AdamW([weight]), zk.AdamW([weight], state_format="int8")
     >>> exact.step()
-    >>> small.load_state_dict(convert_state(exact.state_dict(), state_format="int8"))
+    >>> small.load_state_dict(zk.convert_state(exact.state_dict(), state_format="int8"))
     >>> small.state[weight]["exp_avg"]
     tensor([127, 127, 127, 127], dtype=torch.int8)
     """

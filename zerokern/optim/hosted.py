@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from zerokern.core import env
 from zerokern.core.errors import warn
-from zerokern.kernels.squares import one_by_one
+from zerokern.kernels.squares import ChunkSums, one_by_one
 from zerokern.memory import Wanted, placement
 from zerokern.memory.copies import Copies, Copy
-from zerokern.memory.squares import MeasuredThere, SquaresBelow
 from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
 from zerokern.optim import device
 from zerokern.optim.device import put_in_place
@@ -37,6 +36,8 @@ __all__ = ["HostCopies", "HostCopy", "Location", "Piece"]
 _checked = attrgetter("checked")
 Piece = Sequence[tuple["HostCopy", slice]]
 """Elements of copies that are moved together."""
+MeasuredThere = tuple[ChunkSums, tuple[Tensor, Tensor]]
+"""What the device measures gradients with, and the copy of the sums that is to be made: to where, from where."""
 
 
 Location = tuple[int | None, Sequence[Slot] | None]
@@ -116,7 +117,7 @@ class HostCopies:
     keeps_there: bool = False
     has_near: bool = False
     # by the first of the copies that are fetched together: all of them, and what measures them
-    _squares: dict[int, tuple[list[int], SquaresBelow]] = field(default_factory=dict)
+    _squares: dict[int, tuple[list[int], ChunkSums]] = field(default_factory=dict)
     _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
     _watched: list[HostCopy] = field(default_factory=list)  # those with values of their own
     _watch: Watch = field(default_factory=lambda: Watch(()))  # of their parameters, as of when both last agreed
@@ -321,9 +322,10 @@ class HostCopies:
             ready = self.link.here()
         squares = None
         if found is not None and self.keeps_there:
-            squares = self.link.aside(found.there, found.here, ready=ready)
+            here, there = found[1]
+            squares = self.link.aside(there, here, ready=ready)
         elif found is not None:
-            batches[0].append((found.here, found.there))
+            batches[0].append(found[1])
         tickets: list[Copy | None] = []
         for batch in batches:
             targets, sources = [target for target, _ in batch], [source for _, source in batch]
@@ -332,7 +334,7 @@ class HostCopies:
         tickets[0] = tickets[0] or squares
         sums: Sequence[Sumsq] = [None] * len(pairs)
         if found is not None and squares is not None:
-            sums = one_by_one(found.later(squares), len(pairs))
+            sums = one_by_one(found[0].later(squares.wait), len(pairs))
         for (copy, _), one in zip(pairs, sums, strict=True):
             copy.checked = True
             copy.sumsq = one
@@ -347,9 +349,9 @@ class HostCopies:
         of = [id(copy) for copy, _ in pairs]  # of others the sums may not have been read yet
         before, squares = self._squares.get(key, (None, None))
         if squares is None or before != of or squares.key != (tuple(numels), tuple(dtypes)):
-            squares = SquaresBelow(numels, dtypes)
+            squares = ChunkSums(numels, dtypes)
             self._squares[key] = of, squares
-        return squares.launch(self.driver, grads)
+        return squares, squares.launch(self.driver, grads)
 
     def _exchange(self, copy: HostCopy, dtype: torch.dtype) -> None:
         """Gives gradients of another dtype other memory."""

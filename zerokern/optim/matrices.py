@@ -136,7 +136,7 @@ def check_matrix(name: str, shape: Sequence[int], split: int, *, placed: bool = 
     """
     shape, split = tuple(shape), check_split(split)
     if placed:
-        do = "Tensor parallelism and fully_shard divide matrices; zk.AdamW steps parts, zk.shard(whole=) makes none"
+        do = "Tensor parallelism and fully_shard shard matrices; zk.AdamW steps parts, zk.shard(whole=) makes none"
         raise TypeError(got(name, f"a DTensor of shape {shape}", "a plain parameter, or one of zk.shard's", do))
     if len(shape) == 3:
         if split == (height := max(1, shape[0])):
@@ -156,7 +156,7 @@ def check_shard(shard: Shard, split: int) -> None:
         return
     if shard.gradients is None:
         do = "freeze it after zk.shard, or leave it out"
-        raise ValueError(got(shard.name, "frozen when zk.shard divided it", "a matrix that is trained", do))
+        raise ValueError(got(shard.name, "frozen when zk.shard sharded it", "a matrix that is trained", do))
     do = "zk.shard(model, stage=0), or whole= for matrices, keeps each whole on one rank; zk.AdamW steps parts"
     what = f"{tuple(shard.shape)}, of which ranks have parts (stage {shard.sharding.stage})"
     raise ValueError(got(shard.name, what, "a matrix that one rank has all of", do))

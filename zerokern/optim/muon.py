@@ -66,11 +66,12 @@ class Muon(FusedOptimizer):
         made on the host then, so "host" is refused for these.
 
     state_format ("fp32", "bf16" or "int8", of momentum_buffer), master_format, max_grad_norm, group, stochastic_seed
-    and schedule: as `zerokern.optim.Adam` says.
+    and schedule: as `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
-    >>> opt = Muon([weight], lr=0.5, weight_decay=0.0, ns_steps=10, ns_coefficients=(1.5, -0.5, 0.0), ns_dtype="fp32")
+    >>> newton_schulz = {"ns_steps": 10, "ns_coefficients": (1.5, -0.5, 0.0), "ns_dtype": "fp32"}
+    >>> opt = zk.Muon([weight], lr=0.5, weight_decay=0.0, **newton_schulz)
     >>> weight.grad = torch.tensor([[3.0, 0.0], [0.0, -2.0]]); opt.step(); weight.data.round(decimals=3) + 0.0
     tensor([[-0.5000,  0.0000],
             [ 0.0000,  0.5000]])

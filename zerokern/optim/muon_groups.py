@@ -70,7 +70,7 @@ def muon_groups(
     ...         super().__init__()
     ...         self.tokens, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False)
     ...         self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
-    >>> groups = muon_groups(Model())
+    >>> groups = zk.muon_groups(Model())
     >>> print(groups)
     rest  tokens.weight    9 x 4  an embedding
     rest  head.weight      9 x 4  outside of repeated blocks

@@ -37,28 +37,28 @@ class Adam(FusedOptimizer):
         `math.inf` measures the norm, as `opt.grad_norm`, and clips nothing.
     group: ranks that hold other parameters of the same model, such as the stages of a pipeline: `mesh["pp"]` or a
         ProcessGroup. They share one norm and one decision to step. Each rank has one optimizer for all that it holds.
-    stochastic_seed: rounds stochastically where master_format is "none". The same seed gives the same bits.
+    stochastic_seed: rounds stochastically where master_format is "none". The same seed gives bitwise identical results.
     tier: where the state is kept. "device": next to the parameters. "cpu": in pinned host memory, where the update runs
         too; for parameters on a GPU, gradients are copied down and parameters are copied up in their own dtypes.
         `zk.Nvme(path)`: in a folder on disk that belongs to this optimizer. The state streams through host memory at
-        each step, and the bits are the same. A list of tiers is filled one after the other, each up to its budget:
+        each step, with bitwise identical results. A list of tiers is filled one after the other, each up to its budget:
         `["device:8GiB", "cpu:64GiB", zk.Nvme(path)]`. The state of a parameter goes to the first one that has room for
         all of it, and parameters that a forward needs first choose first. What stays on the device is updated there.
     schedule: when the update runs. "sync": inside `step()`. "overlap": gradients of zk.shard leave during backward, and
-        parameters come back one by one while the next forward waits only for those it needs. The bits are the same.
-        Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each
-        update runs beside the following forward and backward, and the next `step()` publishes it: one step late, which
-        is another trajectory.
+        parameters come back one by one while the next forward waits only for those it needs. Results are bitwise
+        identical. Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact
+        steps each update runs beside the following forward and backward, and the next `step()` publishes it: one step
+        late, which is another trajectory.
     update: where the update of state in tier="cpu" runs, for parameters on a GPU. "host": on the CPU. "device": on the
         GPU, through which the state streams from pinned host memory and back, piece by piece. Gradients and parameters
-        stay there, and the host has no copies of them. It pays where the link is fast or the host is slow; the bits are
-        the same. With schedule="overlap" and zk.shard each forward waits for its own parameters alone, and the state of
-        later ones streams meanwhile. `zerokern bench offload --where` says which is faster on a machine. For parameters
-        in host memory both are one.
+        stay there, and the host has no copies of them. It pays where the link is fast or the host is slow; results are
+        bitwise identical. With schedule="overlap" and zk.shard each forward waits for its own parameters alone, and the
+        state of later ones streams meanwhile. `zerokern bench offload --where` says which is faster on a machine. For
+        parameters in host memory both are one.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> opt = Adam([weight], lr=0.1)
+    >>> opt = zk.Adam([weight], lr=0.1)
     >>> weight.grad = torch.tensor([1.0, -1.0]); opt.step(); weight.data
     tensor([0.9000, 1.1000])
     """
@@ -96,11 +96,11 @@ class AdamW(Adam):
     """AdamW: Adam whose weight decay shrinks the parameter instead of entering the gradient.
 
     All keywords, also those beside torch's (state_format, master_format, max_grad_norm, group, stochastic_seed, tier,
-    schedule, update), mean what `zerokern.optim.Adam` says.
+    schedule, update), mean what `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    >>> opt = AdamW([weight], lr=0.5, weight_decay=0.5, max_grad_norm=1.0)
+    >>> opt = zk.AdamW([weight], lr=0.5, weight_decay=0.5, max_grad_norm=1.0)
     >>> weight.grad = torch.zeros_like(weight); opt.step(); weight.data, opt.grad_norm
     (tensor([0.7500, 0.7500], dtype=torch.bfloat16), 0.0)
     """
@@ -141,11 +141,11 @@ class Lion(FusedOptimizer):
     as much higher. `betas`: what the momentum weighs in the sign, and how it decays.
 
     state_format: "fp32" (exact), "bf16" or "int8" for exp_avg. master_format, max_grad_norm, group, stochastic_seed,
-    tier, schedule and update: as `zerokern.optim.Adam` says.
+    tier, schedule and update: as `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> opt = Lion([weight], lr=0.25)
+    >>> opt = zk.Lion([weight], lr=0.25)
     >>> weight.grad = torch.tensor([3.0, -0.1]); opt.step(); weight.data
     tensor([0.7500, 1.2500])
     """
@@ -182,11 +182,11 @@ class Adagrad(FusedOptimizer):
     As torch defines it, except that `sum` is made at the first step, from `initial_accumulator_value`.
 
     state_format: "fp32" (exact) or "bf16" for `sum`. master_format, max_grad_norm, group, stochastic_seed, tier,
-    schedule and update: as `zerokern.optim.Adam` says.
+    schedule and update: as `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> opt = Adagrad([weight], lr=0.5)
+    >>> opt = zk.Adagrad([weight], lr=0.5)
     >>> weight.grad = torch.tensor([2.0, -2.0]); opt.step(); weight.data
     tensor([0.5000, 1.5000])
     """
@@ -231,11 +231,11 @@ class SGD(FusedOptimizer):
     Without momentum there is no state but the master's. The first momentum_buffer is the gradient itself.
 
     state_format: "fp32" (exact) or "bf16" for momentum_buffer. master_format, max_grad_norm, group, stochastic_seed,
-    tier, schedule and update: as `zerokern.optim.Adam` says.
+    tier, schedule and update: as `zk.Adam` says.
 
-    >>> import torch
+    >>> import torch, zerokern as zk
     >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> opt = SGD([weight], lr=0.5, momentum=0.5)
+    >>> opt = zk.SGD([weight], lr=0.5, momentum=0.5)
     >>> for _ in range(2): weight.grad = torch.ones(2); opt.step()
     >>> weight.data
     tensor([-0.2500, -0.2500])

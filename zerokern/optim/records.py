@@ -130,13 +130,13 @@ _Part = tuple[int, int, int, tuple[Slot, ...]]
 def _packed(parts: Sequence[_Part], slot_nbytes: int, *, cuts: bool, **passes: bool) -> Iterator[Content]:
     """Yields records that hold the tensors of these, side by side. `passes`: as of a `RecordSpan`."""
     numels, widths = [numel for _, _, numel, _ in parts], [widths_of(slots) for *_, slots in parts]
-    for piece in plan(numels, widths, slot_nbytes, cuts=cuts):
+    for segments, nbytes in plan(numels, widths, slot_nbytes, cuts=cuts):
         found = []
-        for segment in piece.segments:
+        for segment in segments:
             number, start, _, slots = parts[segment.span]
             at = start + segment.start
             found.append(RecordSpan(number, at, segment.numel, segment.offset, slots, **passes))
-        yield tuple(found), piece.nbytes
+        yield tuple(found), nbytes
 
 
 def _by_size(parts: Sequence[_Part], slot_nbytes: int) -> Iterator[tuple[bool, list[_Part]]]:

@@ -95,13 +95,13 @@ class Shards:
         # beside optimizers over pieces programs write pieces themselves, and leave those out that have no elements here
         reached += [memory for one in by_hand for memory in getattr(one, "memories", ())]
         self._reached = set(map(id, reached))
-        self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
+        followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
         self._changes = shard_changes() if all(shard_of(param) is shard for param, shard in pairs) else None
-        self._followed_bodies = TensorBodies([param for param, _ in self._followed])
-        self._followed_shards = [shard for _, shard in self._followed]
+        self._followed_bodies = TensorBodies([param for param, _ in followed])
+        self._followed_shards = [shard for _, shard in followed]
         # a DTensor has two versions, its own and that of the tensor within
-        self._counts_all = all(p is not shard.piece and not is_placed(p) for p, shard in self._followed)
+        self._counts_all = all(p is not shard.piece and not is_placed(p) for p, shard in followed)
         self._reductions, self._span_places = _places_of_spans(self.shards)
         self.shown = ShownState(self.params, self.updated, self.local, self.shards, self.host)
         pieces = zip(self.updated, self.shards, strict=True)
@@ -160,7 +160,7 @@ class Shards:
         """Counts writes to whole parameters as writes to their pieces; `publish` has accounted for our own."""
         seen = array("q", map(_seen_version_of, self._followed_shards))
         if not self._counts_all or self._followed_bodies.versions() != seen:
-            for param, shard in self._followed:
+            for param, shard in zip(self._followed_bodies.tensors, self._followed_shards, strict=True):
                 shard.count_writes(param)
         self.host.look()
 

@@ -29,7 +29,7 @@ _FROZEN = (
     "load it with requires_grad=True, and freeze the parameter after opt.flush()"
 )
 _TOO_LATE = (
-    "{name}: its optimizer has stepped before zk.shard divided it, so its state is of another shape. Build the "
+    "{name}: its optimizer has stepped before zk.shard sharded it, so its state is of another shape. Build the "
     "optimizer after zk.shard (or fully_shard); to keep the state, take state_dict() and load it into that one"
 )
 

@@ -123,7 +123,7 @@ def _wrong_format(name: str, slot: Slot, value: Tensor, layout: Layout) -> str:
 def _convert_hint(layout: Layout) -> str:
     return (
         "Choose the same state_format, or convert by name: "
-        f"zerokern.optim.convert_state(state_dict, state_format={layout.state_format!r})"
+        f"zk.convert_state(state_dict, state_format={layout.state_format!r})"
     )
 
 

@@ -1,4 +1,4 @@
-"""A stage of torch.distributed.pipelining whose module zk.shard divides: one reduction for all micro-batches of a step.
+"""A stage of torch.distributed.pipelining whose module zk.shard shards: one reduction for all micro-batches of a step.
 
 Gradients of micro-batches are added up on this rank, and leave with those of the last one, whichever that is. Where a
 schedule computes gradients of inputs first and those of weights later (zero bubble), the latter are one pass too.
@@ -32,7 +32,7 @@ _BEGUN: weakref.WeakKeyDictionary[Any, weakref.ref[PipelineStage]] = weakref.Wea
 
 
 class PipelineStage(TorchStage):
-    """`torch.distributed.pipelining.PipelineStage` for a module that `zk.shard` has divided, at any ZeRO stage.
+    """`torch.distributed.pipelining.PipelineStage` for a module that `zk.shard` has sharded, at any ZeRO stage.
 
     All of torch's schedules accept it: GPipe, 1F1B, interleaved and zero-bubble. Give `zk.shard` the mesh of the ranks
     that hold the same part of the model (`mesh["dp"]`), and give this class the group of ranks that a batch passes

@@ -1,4 +1,4 @@
-"""Models under torch's tensor parallelism: of each DTensor parameter the local tensor is what zk.shard divides."""
+"""Models under torch's tensor parallelism: of each DTensor parameter the local tensor is what zk.shard shards."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Plan(Footprint):
     def require(self) -> None:
         """Raises `BudgetError` where `device_memory`, `host_memory` or `disk` is too small, with what would fit.
 
-        >>> plan("70B", stage=3, param_tier="cpu", tier="cpu", host_memory="128GiB").require()  # doctest: +ELLIPSIS
+        >>> zk.plan("70B", stage=3, param_tier="cpu", tier="cpu", host_memory="128GiB").require()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         zerokern.core.errors.BudgetError: 70B parameters, on 1 rank do not fit: 843 GB of host memory are missing
@@ -81,7 +81,7 @@ class Plan(Footprint):
         rank (default: those of the model's batch and seq, else 4,096). Where nothing fits: what would, with fewer
         activations, in lossy formats, or on more ranks.
 
-        >>> print(plan("8B", world=8, device_memory="80GB").advice())  # doctest: +ELLIPSIS
+        >>> print(zk.plan("8B", world=8, device_memory="80GB").advice())  # doctest: +ELLIPSIS
         Cheapest exact configuration that fits: stage 1 on 8 ranks, 42.0 of 80.0 GB before activations
         Code: zk.shard(model, stage=1); opt = zk.AdamW(model.parameters())
         Assumed: bf16 parameters; activations come on top; 10% of the device is left to the driver, NCCL and ...
@@ -95,7 +95,7 @@ class Plan(Footprint):
     def advised(self, machine: str | os.PathLike[str] | Machine | None = None, tokens: int | None = None) -> list[Plan]:
         """Returns the plan that `advice` names first, for each device in `device_memory`; none where nothing would fit.
 
-        >>> [(one.stage, one.fits("80GB")) for one in plan("8B", world=8, device_memory="80GB").advised()]
+        >>> [(one.stage, one.fits("80GB")) for one in zk.plan("8B", world=8, device_memory="80GB").advised()]
         [(1, True)]
         """
         seconds, _ = self._seconds(machine, tokens)
@@ -126,7 +126,7 @@ class Plan(Footprint):
 
         What rests on disk fills host memory first, by the rule of `tier=` with budgets: parameters, then state.
 
-        >>> found = plan("20B", device_memory="v100", host_memory="128GiB", disk="1TB").would_fit()
+        >>> found = zk.plan("20B", device_memory="v100", host_memory="128GiB", disk="1TB").would_fit()
         >>> [(one.recipe.param_tier, one.budgets, one.recipe.tier, one.recipe.is_lossy()) for one in found][:2]
         [('cpu', (('cpu', 43000000000),), 'nvme', False), ('cpu', (('cpu', 43000000000),), 'nvme', True)]
         """
@@ -135,7 +135,7 @@ class Plan(Footprint):
     def page(self, *, formats: bool = True) -> str:
         """Returns the plan as text, as `str` has it; or without what it would take in other formats.
 
-        >>> "state_format  " in plan("1B").page(), "state_format  " in plan("1B").page(formats=False)
+        >>> "state_format  " in zk.plan("1B").page(), "state_format  " in zk.plan("1B").page(formats=False)
         (True, False)
         """
         return table.page(self, formats=formats)
@@ -146,7 +146,7 @@ class Plan(Footprint):
         machine: a name (`zerokern.schedule.shipped()`), a JSON file, or a `zerokern.schedule.Machine`.
         tokens: of one rank in one optimizer step.
 
-        >>> found = plan("1B", state_format="int8", master_format="split8").predict("h200-pcie", tokens=[16_384])
+        >>> found = zk.plan("1B", state_format="int8", master_format="split8").predict("h200-pcie", tokens=[16_384])
         >>> [f"{row.schedule} {row.of_resident:.0%}" for row in found.rows]
         ['no offload 100%', 'sync 51%', 'overlap, plain 56%', 'overlap 80%', 'delayed 101%']
         """
@@ -156,7 +156,7 @@ class Plan(Footprint):
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as numbers, for programs: bytes by role and tier at each stage, and the traffic.
 
-        >>> plan("1B").to_dict()["stages"][0]["roles"]["exp_avg"]
+        >>> zk.plan("1B").to_dict()["stages"][0]["roles"]["exp_avg"]
         4000000000
         """
         return table.as_dict(self)

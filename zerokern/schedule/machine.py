@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 
-from zerokern.core.errors import got, whole_number
+from zerokern.core.errors import did_you_mean, got, whole_number
 from zerokern.schedule.program import Op
 
 __all__ = ["Machine", "machine_of", "shipped"]
@@ -204,8 +204,12 @@ def machine_of(what: str | os.PathLike[str] | Machine) -> Machine:
         return _parse((resources.files("zerokern.schedule") / "machines" / f"{what}.json").read_text("utf-8"), what)
     path = Path(what)
     if not path.is_file():
-        advice = "A description is a JSON object with the fields of zerokern.schedule.Machine"
-        raise ValueError(got("machine", os.fspath(what), f"a JSON file, or one of {', '.join(shipped())}", advice))
+        word = os.fspath(what)
+        # the beginning of a name decides: h100 has more letters in common with gh200 than with h100-pcie
+        begun = [name for name in shipped() if name.startswith(word.lower())]
+        near = did_you_mean(word, begun, cutoff=0.4) or did_you_mean(word, shipped())
+        advice = near or "A description is a JSON object with the fields of zerokern.schedule.Machine"
+        raise ValueError(got("machine", word, f"a JSON file, or one of {', '.join(shipped())}", advice))
     return _parse(path.read_text("utf-8"), path)
 
 

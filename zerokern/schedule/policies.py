@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerokern.core.errors import got
+from zerokern.core.errors import did_you_mean, got
 
 from .builder import OpKey, ProgramBuilder, fetched, reduced
 from .program import Span, StepProgram
@@ -16,13 +16,13 @@ __all__ = ["Delayed", "check_schedule", "program_of", "refuse_at_rest", "residen
 
 @dataclass(frozen=True)
 class Delayed:
-    """Each update takes effect one step late, and so hides behind a whole forward and backward pass.
+    """Schedule in which each update takes effect one step late, and so hides behind a whole forward and backward pass.
 
     The first `after` steps are exact, because gradients change fast early in training (ZeRO-Offload waits 40 steps).
 
-    >>> Delayed(after=40)
+    >>> zk.Delayed(after=40)
     Delayed(after=40)
-    >>> Delayed(after=-1)
+    >>> zk.Delayed(after=-1)
     Traceback (most recent call last):
     ...
     ValueError: after=-1: must be a number of exact steps that is not negative
@@ -50,7 +50,8 @@ def check_schedule(value: object) -> str | Delayed:
     if isinstance(value, Delayed) or (isinstance(value, str) and value in ("sync", "overlap")):
         return value
     delayed = value is Delayed or (isinstance(value, str) and value.lower().startswith("delay"))
-    advice = "It holds how many steps are exact: zk.Delayed(after=40)" if delayed else ""
+    holds = "It holds how many steps are exact: zk.Delayed(after=40)"
+    advice = holds if delayed else did_you_mean(value, ("sync", "overlap"))
     error = ValueError if isinstance(value, str) else TypeError
     raise error(got("schedule", value, "'sync', 'overlap' or zk.Delayed(after=N)", advice))
 

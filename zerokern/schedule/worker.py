@@ -193,39 +193,38 @@ class Worker:
         return sorted((lane[0] for lane in list(self._lanes.values()) if lane), key=lambda task: task.rank)
 
     def serve(self) -> None:
-        """Runs the thread. An error outside of any op fails all runs, because nobody else would ever end them."""
+        """Runs the thread, which computes with the native pool and so keeps to the pool's CPUs.
+
+        An error outside of any op fails all runs, because nobody else would ever end them.
+        """
         try:
-            self._serve()
+            cpus = native.cpus()
+            if cpus:
+                with contextlib.suppress(OSError):  # CPUs that the launcher has taken away since
+                    os.sched_setaffinity(0, cpus)
+            while not self.closing:
+                seen = self._changes
+                while self.errors:
+                    self.fail(*self.errors.popleft())
+                task, waited_for = self._next()
+                if task is not None:
+                    self._lanes[task.op.lane].popleft()
+                    # torch counts threads by thread. A new one has the machine's number in MKL, whatever the program
+                    # has set, and products of matrices have other last bits with another number.
+                    if torch.get_num_threads() != task.run_state.threads:
+                        torch.set_num_threads(task.run_state.threads)
+                    self._attempt(task, self.do)
+                elif self._note_ends(waited_for):
+                    continue
+                elif len(waited_for) == 1:
+                    self._attempt(waited_for[0], self.wait_for)
+                elif waited_for:
+                    self._sleep_briefly(seen)
+                else:
+                    self._sleep(seen)
+            self._end()
         except BaseException as error:
             self._end(error)
-
-    def _serve(self) -> None:
-        """Serves the lanes. The thread computes with the native pool, so it keeps to the pool's CPUs."""
-        cpus = native.cpus()
-        if cpus:
-            with contextlib.suppress(OSError):  # CPUs that the launcher has taken away since
-                os.sched_setaffinity(0, cpus)
-        while not self.closing:
-            seen = self._changes
-            while self.errors:
-                self.fail(*self.errors.popleft())
-            task, waited_for = self._next()
-            if task is not None:
-                self._lanes[task.op.lane].popleft()
-                # torch counts threads by thread. A new one has the machine's number in MKL, whatever the program has
-                # set, and products of matrices have other last bits with another number.
-                if torch.get_num_threads() != task.run_state.threads:
-                    torch.set_num_threads(task.run_state.threads)
-                self._attempt(task, self.do)
-            elif self._note_ends(waited_for):
-                continue
-            elif len(waited_for) == 1:
-                self._attempt(waited_for[0], self.wait_for)
-            elif waited_for:
-                self._sleep_briefly(seen)
-            else:
-                self._sleep(seen)
-        self._end()
 
     def do(self, task: Task) -> None:
         """Runs a task's action and keeps its ticket."""

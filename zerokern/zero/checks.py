@@ -116,7 +116,7 @@ def no_other_wrapper(module: nn.Module) -> None:
             )
         if isinstance(one, divided):
             raise StateError(
-                f"{where} is divided by FSDP already (fully_shard): remove that call, and zk.shard divides the model; "
+                f"{where} is sharded by FSDP already (fully_shard): remove that call, and zk.shard shards the model; "
                 "or keep it and remove zk.shard: zk.AdamW(model.parameters()) takes FSDP2's parameters as they are"
             )
 

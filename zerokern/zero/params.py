@@ -211,6 +211,7 @@ class BucketMemory:
         self.host, self.disk_copier = host, disk_copier
         self.sharded = sharded and (not group.alone or self.rest is not None or host is not None)
         self.entries: list[BucketEntry] = []
+        self.called = "nothing"  # the name of its first parameter, for messages
         self.gathered = not self.sharded
         begin, numel = group.rank * bucket.shard_numel, bucket.shard_numel
         self._fetched = False
@@ -236,11 +237,6 @@ class BucketMemory:
         self._parts = [] if disk_copier is None else disk_copier.parts(self.own)
 
     @property
-    def called(self) -> str:
-        """The name of its first parameter, for messages."""
-        return repr(self.entries[0].name) if self.entries else "nothing"
-
-    @property
     def nbytes(self) -> int:
         return self.bucket.padded_numel * self.dtype.itemsize
 
@@ -250,6 +246,7 @@ class BucketMemory:
         A remainder where bf16 was rounded to as the optimizers do, else the values themselves.
         """
         self.entries = list(entries)
+        self.called = repr(entries[0].name) if entries else "nothing"
         self.full.zero_()  # the padding too: what is never written would differ between ranks
         wide = any(entry.param.dtype != self.dtype for entry in entries)
         source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full

@@ -76,7 +76,7 @@ class Bucket:
     ranks: int = 0
     whole: bool = False  # matrices that are not cut
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return self.shard_numel * self.world
 

@@ -18,12 +18,11 @@ from torch import Tensor
 from zerokern.comm import Group, Handle
 from zerokern.kernels import Flattener, cpu
 from zerokern.kernels.cpu import sumsq_pointers
-from zerokern.kernels.squares import Squares, one_by_one
+from zerokern.kernels.squares import ChunkSums, Squares, one_by_one
 from zerokern.memory import HostTier, Wanted
 from zerokern.memory.addresses import GradientReader
 from zerokern.memory.copies import Copy
 from zerokern.memory.rest import Rest
-from zerokern.memory.squares import SquaresBelow
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.tiers import rests_in_turns
 
@@ -183,7 +182,7 @@ class Reducer:
         self._divides = whole and losses is not None and self._op == "sum"  # itself, and not the transport
         self.needed = self._others or self._divides  # whether anything is to be done
         self._last: Copy | None = None  # of what was reduced, to host memory
-        self._below: SquaresBelow | None = None
+        self._below: ChunkSums | None = None  # of what goes to host memory
         places, here = {spot.param: place for place, spot in enumerate(bucket.places)}, bucket.pieces(group.rank)
         self._here = [places[piece.param] for piece in here]
         self._measures, self._squares = measures, Squares((piece.offset, piece.numel) for piece in here)
@@ -246,11 +245,11 @@ class Reducer:
                 copy = host.store(out, span)
             else:
                 if self._below is None:
-                    self._below = SquaresBelow(self._squares.numels, [span.dtype] * len(self._here))
-                found = self._below.launch(copies.driver, self._squares.of(span))
+                    self._below = ChunkSums(self._squares.numels, [span.dtype] * len(self._here))
+                here, there = self._below.launch(copies.driver, self._squares.of(span))
                 host.store(out, span)
-                copy = host.store(found.here, found.there)  # behind the other, on one stream
-                self._squares.later = found.later(copy)
+                copy = host.store(here, there)  # behind the other, on one stream
+                self._squares.later = self._below.later(copy.wait)
             self._last = copy
         return Handle(copy.gate, copy.done, copy.gate)
 
@@ -271,9 +270,11 @@ class Reducer:
         sums: Sequence[Sumsq] | None = self._squares.sums
         if (later := self._squares.later) is not None:
             sums = one_by_one(later, len(self._here))
+        if sums is None and not everything:
+            return [None] * len(reduced)
         if sums is None:
             pointers, numels = array("Q", map(Tensor.data_ptr, reduced)), array("q", map(Tensor.numel, reduced))
-            return list(sumsq_pointers(pointers, numels, reduced[0].dtype)) if everything else [None] * len(reduced)
+            return list(sumsq_pointers(pointers, numels, reduced[0].dtype))
         found: list[Sumsq] = [0.0] * len(reduced)  # of what lies on other ranks
         for place, one in zip(self._here, sums, strict=True):
             found[place] = one
@@ -303,8 +304,10 @@ def known_squares(by_bucket: Rows, grads: Sequence[Tensor]) -> list[Sumsq]:
         ready: GradReady | None = bucket.shown.ready
         if ready is None:
             continue
-        untouched = bucket.shown.is_untouched()
         pieces, sums = ready.pieces, ready.sumsq
+        if sums.count(None) == len(sums):
+            continue
+        untouched = bucket.shown.is_untouched()
         for row, place in zip(rows, places, strict=True):
             if grads[row] is pieces[place]:
                 found[row] = sums[place] if untouched else ready.knows(place, grads[row])

@@ -289,10 +289,11 @@ class Reduction:
 
     def _heard(self, marks: bytearray) -> bytearray:
         """Returns the marks of all ranks that have the bucket."""
-        places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.entries))]
-        for number, part in enumerate(self._parts):
+        hearing = [(number, part) for number, part in enumerate(self._parts) if part.hearing.size > 1]
+        places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.entries)) if hearing]
+        for number, part in hearing:
             mine = [at for at, (bucket, _) in enumerate(places) if bucket.memory.bucket.ranks == number]
-            if part.hearing.size > 1 and mine:
+            if mine:
                 lacks = [at for at in mine if not marks[at]]
                 frozen = [places[at][0].entries[places[at][1]].name for at in lacks if not self._trained[at]]
                 asks = any(self._trained[at] and not _shows_anyway(*places[at]) for at in lacks)
