@@ -15,10 +15,10 @@ EACH = ((4.0, -6.0, 3.0), (3.0, -4.0, 2.0), (2.0, -1.5, 0.5))
 
 def stepped(steps: int = 1, **settings: object) -> tuple[nn.Linear, zk.Muon]:
     torch.manual_seed(0)
-    model = nn.Linear(128, 16, bias=False)
+    model = nn.Linear(1024, 128, bias=False)
     opt = zk.Muon(model.named_parameters(), lr=0.5, weight_decay=0.0, **settings)
     for _ in range(steps):
-        model.weight.grad = torch.randn(16, 128)
+        model.weight.grad = torch.randn(128, 1024)
         opt.step()
     return model, opt
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_keeps_both(tmp_path: Path) -> None:
     group = theirs.param_groups[0]
     assert (group["ns_form"], len(group["ns_coefficients"])) == ("gram", 3)
     for mine, one in (model, opt), (other, theirs):
-        mine.weight.grad = torch.ones(16, 128)
+        mine.weight.grad = torch.ones(128, 1024)
         one.step()
     assert torch.equal(model.weight, other.weight)
 

@@ -26,10 +26,13 @@ __all__ = ["goes_by_gram", "iterate_gram_", "room_nbytes", "segments_of"]
 Coefficients = tuple[float, float, float]
 _LEAST_ASPECT = 8
 """Below it the products of the shorter side, which are wider, take as long as the ten long ones."""
-_LEAST_ASPECT_ON_GPU = 2
+_LEAST_SHORT = 128
+"""At 64 x 512 calls and conversions take longer than the products that are saved: 0.85 times the standard's speed."""
 _BLOCK = 128
 """rows of a square of which only the lower half is computed, and copied: it is symmetric"""
 _LEAST_BLOCKED = 512
+_TERMS = 64
+"""that fp32 adds up in a row in Q X: in sums of these the result is nearer than the standard form's, at the same speed"""
 _PANEL_NUMEL = 1 << 16
 _LEAST_PANEL = 256
 
@@ -37,30 +40,29 @@ _LEAST_PANEL = 256
 class _Arithmetic(NamedTuple):
     """What is multiplied in, and how much an error of G may grow in all.
 
-    `small`: of G, Q and all else with two short sides. `long`: of Q X.
+    `small`: of G, Q and all else with two short sides. Q X is in fp32.
     """
 
     small: torch.dtype
-    long: torch.dtype
     most_growth: float
 
 
-# fp32 in float64: an error of G stays below what rounding X to fp32 makes of it. bf16 in fp32, or in fp16 on a GPU,
-# which multiplies fp32 slowly: errors of G stay below 1/512, or 1/64, and the results are nearer than bf16's
-# (tests/kernels/test_gram.py). fp16 has 8 times as many digits as bf16, and no entry of X, or of G, is above 1.
-_IN_FLOAT64 = _Arithmetic(torch.float64, torch.float32, 2.0**29)
-_IN_FLOAT32 = _Arithmetic(torch.float32, torch.float32, 2.0**15)
-_IN_FLOAT16 = _Arithmetic(torch.float16, torch.float16, 2.0**5)
+# fp32 in float64: an error of G stays below what rounding X to fp32 makes of it. bf16 in fp32: errors of G stay below
+# 1/512, and the results are nearer than bf16's (tests/kernels/test_gram.py).
+_BY_DTYPE = {
+    torch.float32: _Arithmetic(torch.float64, 2.0**29),
+    torch.bfloat16: _Arithmetic(torch.float32, 2.0**15),
+}
 
 
-def goes_by_gram(rows: int, columns: int, place: str) -> bool:
-    """Returns whether matrices of this shape are multiplied by the Gram matrix on a kind of device; others need not be.
+def goes_by_gram(rows: int, columns: int) -> bool:
+    """Returns whether matrices of this shape are multiplied by the Gram matrix; with others that takes longer.
 
-    >>> goes_by_gram(64, 512, "cpu"), goes_by_gram(256, 65, "cpu"), goes_by_gram(256, 100, "cuda")
-    (True, False, True)
+    >>> goes_by_gram(128, 2048), goes_by_gram(2048, 300), goes_by_gram(64, 4096)
+    (True, False, False)
     """
-    least = _LEAST_ASPECT if place == "cpu" else _LEAST_ASPECT_ON_GPU
-    return 0 < least * min(rows, columns) <= max(rows, columns)
+    small, large = sorted((rows, columns))
+    return small >= _LEAST_SHORT and large >= _LEAST_ASPECT * small
 
 
 def segments_of(coefficients: Sequence[Coefficients], most_growth: float) -> list[int]:
@@ -68,8 +70,8 @@ def segments_of(coefficients: Sequence[Coefficients], most_growth: float) -> lis
 
     An eigenvalue near 0, and the error of one, grows by a^2 in each step that is followed by another one.
 
-    >>> segments_of([(3.4445, -4.775, 2.0315)] * 5, 2.0**15), segments_of([(3.4445, -4.775, 2.0315)] * 5, 2.0**5)
-    ([5], [2, 2, 1])
+    >>> segments_of([(3.4445, -4.775, 2.0315)] * 5, 2.0**15), segments_of([(8.0, -23.0, 17.0)] * 5, 2.0**15)
+    ([5], [3, 2])
     """
     found: list[int] = []
     growth = math.inf
@@ -89,8 +91,7 @@ def room_nbytes(x: Tensor) -> int:
     (4608, 4608)
     """
     small, large = sorted(x.shape[-2:])
-    width = _panel_of(small, large, x.device.type)
-    itemsize = _arithmetic(x.dtype, x.device.type).small.itemsize
+    width, itemsize = _panel_of(small, large), _BY_DTYPE[x.dtype].small.itemsize
     return x.shape[:-2].numel() * (4 * small * small + 2 * small * width) * itemsize
 
 
@@ -106,10 +107,9 @@ def iterate_gram_(
     tensor([[1., 0., 0., 0.],
             [0., 1., 0., 0.]])
     """
-    place = x.device.type
-    how = _arithmetic(x.dtype, place)
+    how = _BY_DTYPE[x.dtype]
     small, large = sorted(x.shape[-2:])
-    width = _panel_of(small, large, place)
+    width = _panel_of(small, large)
     count = x.shape[:-2].numel()
     squares = torch.empty(4, *x.shape[:-2], small, small, dtype=how.small, device=x.device)
     panels = torch.empty(2, count * small * width, dtype=how.small, device=x.device)
@@ -134,16 +134,15 @@ def iterate_gram_(
             else:
                 _add(total, change, total, product, beta=a)
                 total, product = product, total
-        matrix.multiply(total, how.long, divisor, spare=change)
+        matrix.multiply(total, divisor, spare=change)
         divisor = None
-    matrix.end()
 
 
 class _Panels:
     """A matrix, or a batch, with the shorter side first, whatever its layout: so many columns of it at a time."""
 
     def __init__(self, x: Tensor, width: int, memory: Tensor) -> None:
-        self._x, self._now, self._memory, self._width = x, x, memory, width
+        self._x, self._memory, self._width = x, memory, width
         self._tall = x.shape[-2] > x.shape[-1]
 
     def square(self, out: Tensor, norm: Tensor | None) -> None:
@@ -154,59 +153,48 @@ class _Panels:
             _add(out, one, other, out, beta=1.0 if number else 0.0, mirrors=False)
         _mirror(out)
 
-    def multiply(self, by: Tensor, dtype: torch.dtype, norm: Tensor | None, spare: Tensor) -> None:
+    def multiply(self, by: Tensor, norm: Tensor | None, spare: Tensor) -> None:
         """Multiplies the matrix by a square, which is lost. `spare`: memory of such another one.
 
-        The diagonal is by far the largest where most singular values are small. Added up with the rest it would
-        cost digits in each addition after it; so it comes last, in one.
+        What is rounded to fp32 counts once, at the end. So X is divided by a power of two alone, and the square by the
+        rest of the norm. And the diagonal, by far the largest where most singular values are small, comes last: added
+        up with the rest it would cost digits in each addition after it. What its rounding leaves is with the rest.
         """
+        power: Tensor | None = None
+        if norm is not None:
+            rest = torch.where(norm.isinf(), 1.0, 2.0 * torch.frexp(norm).mantissa)
+            power = norm / rest
+            by.div_(rest)
         along = by.diagonal(dim1=-2, dim2=-1)
-        diagonal = along.to(dtype, copy=True).unsqueeze(-2 if self._tall else -1)
-        along.zero_()
-        if by.dtype is not dtype:
-            by = spare.view(-1).view(dtype)[: by.numel()].view(by.shape).copy_(by)
-        # fp16 has digits that bf16 has not: until the end the matrix is that, in the same memory
-        into = self._x.view(dtype) if dtype.itemsize == self._x.itemsize else self._x
-        for part, to in zip(self._parts(), self._parts(into), strict=True):
-            panel = self._converted(part, dtype, norm)
-            made = self._at(1, panel.shape, dtype)
-            if self._tall:
-                multiply(panel, by.mT, made)
-            else:
-                multiply(by, panel, made)
-            to.copy_(made.addcmul_(diagonal, panel))
-        self._now = into
+        diagonal = along.to(torch.float32, copy=True)
+        along.sub_(diagonal)
+        diagonal = diagonal.unsqueeze(-2 if self._tall else -1)
+        if by.dtype is not torch.float32:
+            by = spare.view(-1).view(torch.float32)[: by.numel()].view(by.shape).copy_(by)
+        for part in self._parts():
+            panel = self._converted(part, torch.float32, power)
+            made = self._at(1, panel.shape, torch.float32)
+            for begin in range(0, by.shape[-1], _TERMS):
+                some = slice(begin, begin + _TERMS)
+                one, other = by[..., some], panel[..., some] if self._tall else panel[..., some, :]
+                one, other = (other, one.mT) if self._tall else (one, other)
+                add_product(made, one, other, made, beta=1.0) if begin else multiply(one, other, made)
+            part.copy_(made.addcmul_(diagonal, panel))
 
-    def end(self) -> None:
-        """The matrix is again in its own dtype."""
-        if self._now.dtype is not self._x.dtype:
-            for mine, kept in zip(self._parts(self._x), self._parts(), strict=True):
-                mine.copy_(self._at(0, kept.shape, kept.dtype).copy_(kept))
-
-    def _parts(self, x: Tensor | None = None) -> Sequence[Tensor]:
-        return (self._now if x is None else x).split(self._width, -2 if self._tall else -1)
+    def _parts(self) -> Sequence[Tensor]:
+        return self._x.split(self._width, -2 if self._tall else -1)
 
     def _at(self, which: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return self._memory[which].view(dtype)[: shape.numel()].view(shape)
 
-    def _converted(self, part: Tensor, dtype: torch.dtype, norm: Tensor | None) -> Tensor:
-        panel = self._at(0, part.shape, dtype)
-        if norm is None:
-            return panel.copy_(part)
-        if dtype is torch.float16:  # which may not hold it before the division
-            return torch.div(part, norm, out=panel)
-        return panel.copy_(part).div_(norm)
+    def _converted(self, part: Tensor, dtype: torch.dtype, divisor: Tensor | None) -> Tensor:
+        panel = self._at(0, part.shape, dtype).copy_(part)
+        return panel if divisor is None else panel.div_(divisor)
 
 
-def _arithmetic(dtype: torch.dtype, place: str) -> _Arithmetic:
-    if dtype is torch.float32:
-        return _IN_FLOAT64
-    return _IN_FLOAT32 if place == "cpu" else _IN_FLOAT16
-
-
-def _panel_of(small: int, large: int, place: str) -> int:
-    """Returns how many columns are converted at a time: on a GPU all."""
-    return min(large, max(_LEAST_PANEL, _PANEL_NUMEL // small)) if place == "cpu" else large
+def _panel_of(small: int, large: int) -> int:
+    """Returns how many columns are converted at a time."""
+    return min(large, max(_LEAST_PANEL, _PANEL_NUMEL // small))
 
 
 def _add(
@@ -214,10 +202,10 @@ def _add(
 ) -> None:
     """Writes beta * addend + alpha * a @ b, which is symmetric. `out` may be `addend`, of which the lower half is read.
 
-    On a CPU only the lower half of what is large is computed; `mirrors`: and copied into the upper one.
+    Only the lower half of what is large is computed; `mirrors`: and copied into the upper one.
     """
     small = out.shape[-1]
-    if small < _LEAST_BLOCKED or out.device.type != "cpu":
+    if small < _LEAST_BLOCKED:
         if beta:
             add_product(addend, a, b, out, beta=beta, alpha=alpha)
         else:
@@ -237,7 +225,7 @@ def _add(
 def _mirror(square: Tensor) -> None:
     """Copies the lower half of what `_add` has computed by halves into the upper one."""
     small = square.shape[-1]
-    if small < _LEAST_BLOCKED or square.device.type != "cpu":
+    if small < _LEAST_BLOCKED:
         return
     for begin in range(_BLOCK, small, _BLOCK):
         rows = slice(begin, begin + _BLOCK)

@@ -68,7 +68,7 @@ def iterate_(
     """
     torch.get_num_threads()  # sets this thread up as the program has asked: else MKL multiplies with its own default
     by = each_step(coefficients, steps)
-    by_gram = steps > 0 and form == "gram" and goes_by_gram(x.shape[-2], x.shape[-1], x.device.type)
+    by_gram = steps > 0 and form == "gram" and goes_by_gram(x.shape[-2], x.shape[-1])
     norm: float | list[float] | Tensor
     if x.device.type != "cpu":
         norm = _norms(sums, eps)
@@ -103,8 +103,7 @@ def workspace_numel(x: Tensor, form: str = "standard") -> int:
     (72, 576)
     """
     rows, cols = x.shape[-2:]
-    place = x.device.type
-    if form == "gram" and goes_by_gram(rows, cols, place):
+    if form == "gram" and goes_by_gram(rows, cols):
         return room_nbytes(x) // x.itemsize
     return x.shape[:-2].numel() * (rows * cols + 2 * min(rows, cols) ** 2)
 

@@ -120,7 +120,7 @@ class Algorithm:
         self.first_moment(group)
         found = {name: _CHECKS.get(name, checks.number)(name, group[name]) for name in self.settings}
         if self.refuse is not None:
-            self.refuse(found)
+            self.refuse({**found, "params": group["params"]})
         if "betas" in found:
             found["beta1"], found["beta2"] = found.pop("betas")
         if "decoupled_weight_decay" in found:

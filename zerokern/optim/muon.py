@@ -13,7 +13,8 @@ from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Updat
 from zerokern.memory import TierConfig
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.formats import Algorithm
+from zerokern.optim.device import is_apart
+from zerokern.optim.formats import Algorithm, Group
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, group_of, matrices_of, parts_of_matrices
 from zerokern.optim.survey import Groups, names_of
 from zerokern.schedule import Delayed
@@ -22,6 +23,19 @@ from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.units import check_split
 
 __all__ = ["Muon"]
+
+
+def _refuse(group: Group) -> None:
+    """Raises what settings are refused that do not go together, or not with the device of the parameters."""
+    checks.steps_of_coefficients(group)
+    if group["ns_form"] != "gram":
+        return
+    given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    for one in given:
+        param = one[1] if isinstance(one, tuple) else one
+        if param.device.type != "cpu" or is_apart(param):
+            what = "'standard' where parameters lie on a device: 'gram' was measured on CPUs alone"
+            raise ValueError(got("ns_form", "gram", what))
 
 
 def _some(params: ParamsT) -> ParamsT:
@@ -52,9 +66,8 @@ class Muon(FusedOptimizer):
 
     ns_dtype: the dtype in which matrices are orthogonalized, "bf16" or "fp32". By default bf16 on a GPU, and fp32 on
         every CPU; "bf16" is faster on CPUs with tiles for it (AMX). Also per param_group.
-    ns_form: "gram" iterates on the small Gram matrix of matrices of which one side is at least 8 times the other
-        (twice on a GPU, where it has not run); its results differ from those of "standard" by rounding. Also
-        per param_group.
+    ns_form: "gram" iterates on the small Gram matrix of matrices whose sides are at least 128 and 8 times that; its
+        results differ from those of "standard" by rounding. On CPUs alone. Also per param_group.
     split: how many matrices a parameter consists of, as equal slices of its first dimension: 3 for a fused query, key
         and value, the number of experts for a stack of them. Each is orthogonalized by itself, which changes the
         update; 1 is torch's. Also per param_group.
@@ -81,7 +94,7 @@ class Muon(FusedOptimizer):
         "muon",
         counts_steps=False,
         others=("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype", "ns_form"),
-        refuse=checks.steps_of_coefficients,
+        refuse=_refuse,
         whole=True,
     )
 
