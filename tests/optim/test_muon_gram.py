@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zerokern as zk
+from zerokern.examples.played_device import EMULATED_DRIVERS, PlayedDevice
 
 EACH = ((4.0, -6.0, 3.0), (3.0, -4.0, 2.0), (2.0, -1.5, 0.5))
 
@@ -63,3 +64,19 @@ def test_what_is_refused(settings: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ValueError, match="ns_") as error:
         stepped(**settings)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_on_a_device_it_is_refused_when_made_and_before_a_step_writes() -> None:
+    for place in [torch.device("meta"), PlayedDevice()]:
+        weight = nn.Parameter(torch.ones(128, 1024, device=place if isinstance(place, torch.device) else None))
+        if not isinstance(place, torch.device):
+            EMULATED_DRIVERS[weight] = place
+        with pytest.raises(ValueError, match=r"ns_form='gram'.*measured on CPUs alone"):
+            zk.Muon([weight], ns_form="gram")
+    model, opt = stepped(1, ns_form="gram")
+    before = model.weight.detach().clone()
+    EMULATED_DRIVERS[model.weight] = PlayedDevice()
+    model.weight.grad = torch.ones(128, 1024)
+    with pytest.raises(ValueError, match="measured on CPUs alone"):
+        opt.step()
+    assert torch.equal(model.weight, before)
