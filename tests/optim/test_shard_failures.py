@@ -94,6 +94,7 @@ DIFFER: dict[str, tuple[Any, Any]] = {
     "ns_coefficients": ((3.0, -4.0, 1.0), (3.0, -4.0, 2.0)),
     "ns_steps": (3, 4),
     "ns_dtype": ("bf16", "fp32"),
+    "ns_form": ("standard", "gram"),
     "adjust_lr_fn": ("original", "match_rms_adamw"),
     "split": (1, 2),
     "tier": ("cpu", Nvme("unused")),

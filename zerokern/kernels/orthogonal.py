@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from ctypes import c_float
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
+from zerokern.kernels.gram import goes_by_gram, iterate_gram_, room_nbytes
 from zerokern.kernels.products import add_product, multiply
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "STEPS",
     "adjusted_lr",
     "apply_settings",
+    "each_step",
     "iterate_",
     "workspace_numel",
 ]
@@ -30,16 +33,18 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 EPS = 1e-7
 STEPS = 5
 """as `torch.optim.Muon` has them unless told otherwise"""
+Coefficients = tuple[float, float, float]
 _RULES = (None, "original", "match_rms_adamw")
 
 
 def iterate_(
     x: Tensor,
     sums: Tensor,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    coefficients: Coefficients | Sequence[Coefficients] = COEFFICIENTS,
     steps: int = STEPS,
     eps: float = EPS,
     halfway: Callable[[], None] | None = None,
+    form: str = "standard",
 ) -> None:
     """Replaces a matrix, or each of a batch of equal ones, by what the iteration makes of it. Nothing is checked.
 
@@ -52,7 +57,9 @@ def iterate_(
     Args:
         x: (rows, cols), or (k, rows, cols), contiguous, in fp32 or bf16.
         sums: float64 sums of squares of the chunks of each matrix, as `ops.muon` writes them: (chunks,) or (k, chunks).
+        coefficients: of all steps, or a sequence of them, one for each step.
         halfway: is called in the middle of the steps: for what goes on beside them.
+        form: "gram" multiplies matrices that are long enough by the polynomial of their Gram matrix (`gram`).
 
     >>> x = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     >>> iterate_(x, torch.tensor([25.0], dtype=torch.float64), (1.5, -0.5, 0.0), 20); x
@@ -60,6 +67,8 @@ def iterate_(
             [0., 1.]])
     """
     torch.get_num_threads()  # sets this thread up as the program has asked: else MKL multiplies with its own default
+    by = each_step(coefficients, steps)
+    by_gram = steps > 0 and form == "gram" and goes_by_gram(x.shape[-2], x.shape[-1])
     norm: float | list[float] | Tensor
     if x.device.type != "cpu":
         norm = _norms(sums, eps)
@@ -67,17 +76,35 @@ def iterate_(
         norm = _norm(sums.tolist(), eps)
     else:
         norm = [_norm(some, eps) for some in sums.tolist()]
+    if by_gram:
+        norm = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32).view(*x.shape[:-2], 1, 1)
+        iterate_gram_(x, norm, by, halfway)
+        return
     room = torch.empty(workspace_numel(x), dtype=x.dtype, device=x.device)
-    _iterate(x, norm, room, steps, coefficients, halfway)
+    _iterate(x, norm, room, by, halfway)
 
 
-def workspace_numel(x: Tensor) -> int:
-    """Returns how many elements the iteration needs beside `x`: for each matrix its own and those of two small squares.
+def each_step(coefficients: Coefficients | Sequence[Coefficients], steps: int) -> Sequence[Coefficients]:
+    """Returns the coefficients of each step, where all have the same, or each has its own.
+
+    >>> each_step((1.5, -0.5, 0.0), 2), each_step([(2.0, -1.5, 0.5), (1.5, -0.5, 0.0)], 2)
+    ([(1.5, -0.5, 0.0), (1.5, -0.5, 0.0)], [(2.0, -1.5, 0.5), (1.5, -0.5, 0.0)])
+    """
+    if steps and isinstance(coefficients[0], Sequence):
+        return cast("Sequence[Coefficients]", coefficients)
+    return [cast("Coefficients", coefficients)] * steps
+
+
+def workspace_numel(x: Tensor, form: str = "standard") -> int:
+    """Returns how many elements of its dtype the iteration needs beside `x`: for each matrix its own and those of two
+    small squares; or four wider squares and two panels (`gram`).
 
     >>> workspace_numel(torch.empty(10, 4)), workspace_numel(torch.empty(8, 10, 4))
     (72, 576)
     """
     rows, cols = x.shape[-2:]
+    if form == "gram" and goes_by_gram(rows, cols):
+        return room_nbytes(x) // x.itemsize
     return x.shape[:-2].numel() * (rows * cols + 2 * min(rows, cols) ** 2)
 
 
@@ -141,8 +168,7 @@ def _iterate(
     x: Tensor,
     norm: float | list[float] | Tensor,
     room: Tensor,
-    steps: int,
-    by: tuple[float, float, float],
+    by: Sequence[Coefficients],
     halfway: Callable[[], None] | None = None,
 ) -> None:
     """The iteration on a matrix, or on a batch. X and its successor change places in the memory of `x` and in `room`.
@@ -150,7 +176,7 @@ def _iterate(
     A matrix with more rows than columns starts as a transposed view, and all that follows is laid out as its transpose
     is: in the layouts of torch's own iteration, so that products take the same way through its libraries.
     """
-    a, b, c = by
+    steps = len(by)
     tall = x.shape[-2] > x.shape[-1]
     small, large = sorted(x.shape[-2:])
     batch = x.shape[:-2]
@@ -167,7 +193,7 @@ def _iterate(
     else:
         _divide(x, norm, other)
         now, following = other, mine
-    for step in range(steps):
+    for step, (a, b, c) in enumerate(by):
         if step == steps // 2 and halfway is not None:
             halfway()
         multiply(now, now.mT, gram)

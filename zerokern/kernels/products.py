@@ -15,7 +15,7 @@ __all__ = ["add_product", "multiply"]
 _Layout = tuple[torch.Size, tuple[int, ...]]
 _SEED = 24
 _RESULTS = 1 << 13  # that are compared at least
-_LARGEST = {torch.float32: 12, torch.bfloat16: 24}  # exponents of what cancels
+_LARGEST = {torch.float64: 26, torch.float32: 12, torch.bfloat16: 24, torch.float16: 13}  # exponents of what cancels
 
 
 class _Product(NamedTuple):

@@ -103,12 +103,34 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
-def coefficients(name: str, value: Any) -> tuple[float, float, float]:
-    """Returns three finite numbers of any sign.
+def coefficients(name: str, value: Any) -> tuple[Any, ...]:
+    """Returns three finite numbers of any sign, or a tuple of as many triples as were given.
 
     >>> coefficients("ns_coefficients", (3.4445, -4.775, 2.0315))
     (3.4445, -4.775, 2.0315)
+    >>> coefficients("ns_coefficients", [[2, -1.5, 0.5], [1.5, -0.5, 0]])
+    ((2.0, -1.5, 0.5), (1.5, -0.5, 0.0))
     """
+    if isinstance(value, list | tuple) and value and all(isinstance(one, list | tuple) for one in value):
+        return tuple(_triple(f"{name}[{number}]", one) for number, one in enumerate(value))
+    return _triple(name, value)
+
+
+def steps_of_coefficients(group: Mapping[str, Any]) -> None:
+    """Raises unless there is one triple of coefficients for each iteration, where each has its own.
+
+    >>> steps_of_coefficients({"ns_coefficients": ((2.0, -1.5, 0.5),), "ns_steps": 5})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: ns_steps=5: must be 1, as many as ns_coefficients has triples. ...
+    """
+    listed, steps = group["ns_coefficients"], group["ns_steps"]
+    if isinstance(listed[0], tuple) and len(listed) != steps:
+        do = f"Pass ns_steps={len(listed)}, or one triple for all iterations"
+        raise ValueError(got("ns_steps", steps, f"{len(listed)}, as many as ns_coefficients has triples", do))
+
+
+def _triple(name: str, value: Any) -> tuple[float, float, float]:
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
         for each in value:
             refuse_other_kinds(name, each)

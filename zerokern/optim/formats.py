@@ -35,6 +35,7 @@ TAKES_LESS = (
 ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
 ADJUSTMENTS = (None, "original", "match_rms_adamw")  # of a learning rate to the shape of a matrix
+NS_FORMS = ("standard", "gram")  # of the iteration
 NS_DTYPES = (None, "bf16", "fp32")  # that matrices are orthogonalized in
 _OF_MUON = "ns_steps"  # in the groups of an optimizer whose momentum_buffer may be codes
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -45,6 +46,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "ns_steps": checks.ns_steps,
     "adjust_lr_fn": partial(checks.one_of, ADJUSTMENTS),
     "ns_dtype": partial(checks.one_of, NS_DTYPES),
+    "ns_form": partial(checks.one_of, NS_FORMS),
 }
 _OF_TORCH = {"beta1": "betas", "beta2": "betas", "decoupled": "decoupled_weight_decay"}  # settings by torch's names
 _OF_STEPS = ("step", "first_step")  # hyperparameters of an update that no group says
@@ -118,7 +120,7 @@ class Algorithm:
         self.first_moment(group)
         found = {name: _CHECKS.get(name, checks.number)(name, group[name]) for name in self.settings}
         if self.refuse is not None:
-            self.refuse(found)
+            self.refuse({**found, "params": group["params"]})
         if "betas" in found:
             found["beta1"], found["beta2"] = found.pop("betas")
         if "decoupled_weight_decay" in found:

@@ -342,7 +342,8 @@ class MatrixTable:
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor, halfway: Callable[[], None] | None = None) -> None:
         """Orthogonalizes the matrix, or the batch, of a row. `halfway` is called in the middle of that."""
         hyper, *_ = self._settings_of(row)
-        iterate_(matrix, sums, hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"], halfway)
+        how = hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"]
+        iterate_(matrix, sums, *how, halfway, hyper["ns_form"])
 
     def _sum_squares(self, matrix: Tensor, sums: Tensor) -> None:
         """Writes sums of squares of the matrix whose sum is that of all; on a CPU those of its chunks."""

@@ -11,8 +11,10 @@ from torch.optim.optimizer import ParamsT
 from zerokern.core.errors import got
 from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
+from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.formats import Algorithm
+from zerokern.optim.device import is_apart
+from zerokern.optim.formats import Algorithm, Group
 from zerokern.optim.matrices import Matrix, check_matrix, check_shard, group_of, matrices_of, parts_of_matrices
 from zerokern.optim.survey import Groups, names_of
 from zerokern.schedule import Delayed
@@ -21,6 +23,19 @@ from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.units import check_split
 
 __all__ = ["Muon"]
+
+
+def _refuse(group: Group) -> None:
+    """Raises what settings are refused that do not go together, or not with the device of the parameters."""
+    checks.steps_of_coefficients(group)
+    if group["ns_form"] != "gram":
+        return
+    given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    for one in given:
+        param = one[1] if isinstance(one, tuple) else one
+        if param.device.type != "cpu" or is_apart(param):
+            what = "'standard' where parameters lie on a device: 'gram' was measured on CPUs alone"
+            raise ValueError(got("ns_form", "gram", what))
 
 
 def _some(params: ParamsT) -> ParamsT:
@@ -42,7 +57,8 @@ class Muon(FusedOptimizer):
 
     It is for matrices that multiply activations. Embeddings, heads, biases and norms need another optimizer;
     `zk.muon_groups(model)` proposes which parameters go where. lr, weight_decay, momentum, nesterov, ns_coefficients,
-    eps, ns_steps and adjust_lr_fn are torch's.
+    eps, ns_steps and adjust_lr_fn are torch's. ns_coefficients may also be a sequence of `ns_steps` triples, one for
+    each iteration.
 
     A matrix is updated as a whole. The exact state of a bf16 parameter is 6 bytes, an fp32 average and a 16-bit
     remainder; AdamW's is 10. Under `zk.shard` at stages 1 and 2 each matrix must lie whole on one rank (`whole=`). At
@@ -50,6 +66,8 @@ class Muon(FusedOptimizer):
 
     ns_dtype: the dtype in which matrices are orthogonalized, "bf16" or "fp32". By default bf16 on a GPU, and fp32 on
         every CPU; "bf16" is faster on CPUs with tiles for it (AMX). Also per param_group.
+    ns_form: "gram" iterates on the small Gram matrix of matrices whose sides are at least 128 and 8 times that; its
+        results differ from those of "standard" by rounding. On CPUs alone. Also per param_group.
     split: how many matrices a parameter consists of, as equal slices of its first dimension: 3 for a fused query, key
         and value, the number of experts for a stack of them. Each is orthogonalized by itself, which changes the
         update; 1 is torch's. Also per param_group.
@@ -75,7 +93,8 @@ class Muon(FusedOptimizer):
     _algorithm = Algorithm(
         "muon",
         counts_steps=False,
-        others=("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype"),
+        others=("lr", "weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype", "ns_form"),
+        refuse=_refuse,
         whole=True,
     )
 
@@ -86,12 +105,13 @@ class Muon(FusedOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: tuple[float, float, float] | Sequence[tuple[float, float, float]] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         *,
         ns_dtype: Literal["bf16", "fp32"] | None = None,
+        ns_form: Literal["standard", "gram"] = "standard",
         split: int = 1,
         maximize: bool = False,
         tier: Tier | Sequence[str | TierConfig] = "device",
