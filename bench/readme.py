@@ -129,8 +129,9 @@ def conditions(content: Mapping[str, Any]) -> str:
     machine, shape = content["machine"], content["shape"]
     return (
         f"{count(shape['numel'])} parameters, {content['threads']} threads, {machine['cpu']} ({machine['isa']}), "
-        f"torch {content['versions']['torch']}, {content['date'][:10]}, `{plain_command(content)}`; "
-        "medians of paired runs with 95 % intervals; *lossy* rows do different work than the exact peers."
+        f"torch {content['versions']['torch']}, {content['date'][:10]}, commit {content['commit'][:8]}, "
+        f"`{plain_command(content)}`; medians of paired runs with 95 % intervals; *lossy* rows do different "
+        "work than the exact peers."
     )
 
 

@@ -16,6 +16,7 @@ CONTENT = {
     "machine": {"cpu": "CPU", "isa": "avx512"},
     "versions": {"torch": "2.13.0"},
     "date": "2026-11-20T10:00:00+00:00",
+    "commit": "0123456789ab",
     "command": "zerokern bench adam",
     "threads": 2,
     "shape": {"name": "flat", "numel": 1 << 20, "tensors": 1},
