@@ -54,8 +54,8 @@ def train(model: Any, opt: Any, batches: Batches) -> float:
 
 def share_of(delta: zk.Delta) -> float:
     """Of all elements, how many have other bits."""
-    parts = [one for one in delta.tensors.values() if one.part is not None]
-    changed = sum(one.numel if isinstance(one.part, torch.Tensor) else one.part.values.numel() for one in parts)
+    parts = [one.part for one in delta.tensors.values() if one.part is not None]
+    changed = sum((part if isinstance(part, torch.Tensor) else part.values).numel() for part in parts)
     return changed / sum(one.numel for one in delta.tensors.values())
 
 

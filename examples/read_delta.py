@@ -10,7 +10,8 @@ def checksum(words: np.ndarray) -> int:
 
 
 def changed(counts: np.ndarray, places: np.ndarray, numel: int) -> np.ndarray:
-    found, at = [np.zeros(0, np.int64)], 0
+    found: list[np.ndarray] = [np.zeros(0, np.int64)]
+    at = 0
     for block in np.flatnonzero(counts).tolist():  # of 128 elements: a list of places, a mask, or nothing: all changed
         count, length = int(counts[block]), min(128, numel - 128 * block)
         size = 0 if count == length else count if count < 16 else -(-length // 8)
@@ -30,7 +31,7 @@ def read(path: str, arrays: dict[str, np.ndarray]) -> None:
     raw = {name: data[begin:][slice(*one["data_offsets"])] for name, one in header.items()}
     for name, (_, shape, before, after) in json.loads(said["tensors"]).items():
         parts = [raw[key] for key in (f"{name}.counts", f"{name}.places", f"{name}.values") if key in raw]
-        where = changed(*parts[:2], int(np.prod(shape))) if parts else slice(None)
+        where = changed(parts[0], parts[1], int(np.prod(shape))) if parts else slice(None)
         if checksum(arrays[name]) != before:
             raise ValueError(f"{name} is not as it was before this delta")
         if parts or name in raw:

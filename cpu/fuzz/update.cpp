@@ -353,8 +353,7 @@ Counts fuzz_update(Random &random, uint64_t executions) {
         } else {
             expect_scalar_bits(call, random.next(), i);
             for (size_t b = 0; b < call.memory.size(); ++b)
-                if (call.same[b] != Same::own)
-                    counts.digest.add(*call.memory[b], call.scales_of(b, call.memory));
+                if (call.same[b] != Same::own) counts.digest.add(*call.memory[b], call.scales_of(b, call.memory));
             ++counts.accepted;
         }
     }

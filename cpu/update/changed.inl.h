@@ -97,7 +97,9 @@ ZK_INLINE void store_marked(const zk_segment &s, const Scalars &k, int64_t i, co
     } else {
         F old[Q];
         load_value<T>(s, k, i, old);
-        const auto round = [out](uint16_t *to, const F(&x)[Q]) { out == ZK_BF16 ? store_bf16(to, x) : store_f16(to, x); };
+        const auto round = [out](uint16_t *to, const F(&x)[Q]) {
+            out == ZK_BF16 ? store_bf16(to, x) : store_f16(to, x);
+        };
         round(before, old);
         round(after, p);
         mark(s, i, different(before, after));
