@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
-from zerokern.zero.changed_spans import ChangedSpan, Send, Take
+from zerokern.zero.changed_spans import ChangedSpan, Take
 from zerokern.zero.kinds import Distributed
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
@@ -175,17 +175,15 @@ class Publisher:
     def launch_gather(self, memory: BucketMemory, take: Take | None = None) -> Handle:
         """Send this rank's span of a bucket to all, between the other collectives of this thread."""
         with during("", of=f"updated parameters from {memory.called} on"):
-            return self._send(memory, memory.group.all_gather, take)
+            send, span = memory.group.all_gather, self._spans.get(id(memory))
+            return send(memory.full) if span is None else span.gather(send, take)
 
     def gather(self, number: int, take: Take | None = None) -> Handle:
         """Send this rank's span of a bucket to all: from any thread, all ranks in one order."""
         memory = self._memories[number]
         with during("an update", of=f"updated parameters from {memory.called} on"):
-            return self._send(memory, memory.group.publish, take)
-
-    def _send(self, memory: BucketMemory, send: Send, take: Take | None) -> Handle:
-        span = self._spans.get(id(memory))
-        return send(memory.full) if span is None else span.gather(send, take)
+            send, span = memory.group.publish, self._spans.get(id(memory))
+            return send(memory.full) if span is None else span.gather(send, take)
 
     def prepare(self) -> None:
         """Finish the last update; `begin` tells of the next one. No other thread publishes in this group meanwhile."""
