@@ -16,7 +16,7 @@ from torch import Tensor
 from zerokern.kernels import gram
 from zerokern.kernels.orthogonal import iterate_, workspace_numel
 
-LEAST = {name: getattr(gram, name) for name in ("_LEAST_ASPECT", "_LEAST_SHORT")}
+LEAST = {name: getattr(gram, name) for name in ("_LEAST_ASPECT", "_LEAST_SHORT", "_LEAST_NUMEL")}
 SPECTRA = ["random", "1e-2", "1e-6", "one", "a quarter"]
 GROWING = ((8.0, -23.0, 17.0), (4.1, -2.9, 0.5), (3.9, -2.9, 0.5), (3.3, -2.5, 0.5), (2.3, -1.7, 0.4))
 MOST = {torch.float32: 1.1, torch.bfloat16: 0.2}
@@ -30,6 +30,7 @@ standard form rounds to 8 digits in each of five steps, and this one once, at th
 def shorter_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram, "_LEAST_ASPECT", 4)
     monkeypatch.setattr(gram, "_LEAST_SHORT", 1)
+    monkeypatch.setattr(gram, "_LEAST_NUMEL", 1)
 
 
 def with_spectrum(rows: int, columns: int, spectrum: str) -> Tensor:

@@ -16,10 +16,10 @@ EACH = ((4.0, -6.0, 3.0), (3.0, -4.0, 2.0), (2.0, -1.5, 0.5))
 
 def stepped(steps: int = 1, **settings: object) -> tuple[nn.Linear, zk.Muon]:
     torch.manual_seed(0)
-    model = nn.Linear(1024, 128, bias=False)
+    model = nn.Linear(2048, 128, bias=False)
     opt = zk.Muon(model.named_parameters(), lr=0.5, weight_decay=0.0, **settings)
     for _ in range(steps):
-        model.weight.grad = torch.randn(128, 1024)
+        model.weight.grad = torch.randn(128, 2048)
         opt.step()
     return model, opt
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_keeps_both(tmp_path: Path) -> None:
     group = theirs.param_groups[0]
     assert (group["ns_form"], len(group["ns_coefficients"])) == ("gram", 3)
     for mine, one in (model, opt), (other, theirs):
-        mine.weight.grad = torch.ones(128, 1024)
+        mine.weight.grad = torch.ones(128, 2048)
         one.step()
     assert torch.equal(model.weight, other.weight)
 
@@ -68,7 +68,7 @@ def test_what_is_refused(settings: dict[str, object], words: list[str]) -> None:
 
 def test_on_a_device_it_is_refused_when_made_and_before_a_step_writes() -> None:
     for place in [torch.device("meta"), PlayedDevice()]:
-        weight = nn.Parameter(torch.ones(128, 1024, device=place if isinstance(place, torch.device) else None))
+        weight = nn.Parameter(torch.ones(128, 2048, device=place if isinstance(place, torch.device) else None))
         if not isinstance(place, torch.device):
             EMULATED_DRIVERS[weight] = place
         with pytest.raises(ValueError, match=r"ns_form='gram'.*measured on CPUs alone"):
@@ -76,7 +76,7 @@ def test_on_a_device_it_is_refused_when_made_and_before_a_step_writes() -> None:
     model, opt = stepped(1, ns_form="gram")
     before = model.weight.detach().clone()
     EMULATED_DRIVERS[model.weight] = PlayedDevice()
-    model.weight.grad = torch.ones(128, 1024)
+    model.weight.grad = torch.ones(128, 2048)
     with pytest.raises(ValueError, match="measured on CPUs alone"):
         opt.step()
     assert torch.equal(model.weight, before)

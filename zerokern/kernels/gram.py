@@ -27,7 +27,9 @@ Coefficients = tuple[float, float, float]
 _LEAST_ASPECT = 8
 """Below it the products of the shorter side, which are wider, take as long as the ten long ones."""
 _LEAST_SHORT = 128
-"""At 64 x 512 calls and conversions take longer than the products that are saved: 0.85 times the standard's speed."""
+_LEAST_NUMEL = 1 << 18
+"""Of 64 x 512 and 128 x 1024 calls and conversions take longer than what is saved: 0.85 and 0.87 times the standard
+form's speed."""
 _BLOCK = 128
 """rows of a square of which only the lower half is computed, and copied: it is symmetric"""
 _LEAST_BLOCKED = 512
@@ -58,11 +60,11 @@ _BY_DTYPE = {
 def goes_by_gram(rows: int, columns: int) -> bool:
     """Returns whether matrices of this shape are multiplied by the Gram matrix; with others that takes longer.
 
-    >>> goes_by_gram(128, 2048), goes_by_gram(2048, 300), goes_by_gram(64, 4096)
-    (True, False, False)
+    >>> goes_by_gram(128, 2048), goes_by_gram(128, 1024), goes_by_gram(2048, 300), goes_by_gram(64, 4096)
+    (True, False, False, False)
     """
     small, large = sorted((rows, columns))
-    return small >= _LEAST_SHORT and large >= _LEAST_ASPECT * small
+    return small >= _LEAST_SHORT and large >= _LEAST_ASPECT * small and small * large >= _LEAST_NUMEL
 
 
 def segments_of(coefficients: Sequence[Coefficients], most_growth: float) -> list[int]:
