@@ -135,7 +135,7 @@ def test_a_batch_is_multiplied_at_once_in_every_call(monkeypatch: pytest.MonkeyP
 
     calls: list[str] = []
     bmm = torch.bmm
-    monkeypatch.setattr(products, "_batch_is_exact", lambda *given: True)
+    monkeypatch.setattr(products, "_goes_at_once", lambda *given: True)
     monkeypatch.setattr(torch, "bmm", lambda *given, **named: calls.append("bmm") or bmm(*given, **named))
     x = matrix((4, 8, 8), torch.float32)
     iterate_(x, sums_of(x))
@@ -171,7 +171,7 @@ def test_a_batch_whose_bits_differ_is_multiplied_one_by_one(monkeypatch: pytest.
 
     monkeypatch.setattr(torch, "bmm", halves)
     monkeypatch.setattr(torch, "baddbmm", lambda *given, **named: calls.append("baddbmm") or baddbmm(*given, **named))
-    products._batch_is_exact.cache_clear()
+    products._FOUND.clear()
     x = matrix((4, 48, 48), torch.float32)
     for _ in range(2):
         found = x.clone()
@@ -179,7 +179,7 @@ def test_a_batch_whose_bits_differ_is_multiplied_one_by_one(monkeypatch: pytest.
         for one, mine in zip(x, found, strict=True):
             assert same_bits(mine, orthogonalized(one))
     assert calls.count("bmm") == 1, "tried once"
-    products._batch_is_exact.cache_clear()
+    products._FOUND.clear()
 
 
 @each("steps", [0, 1, 4, STEPS])
@@ -188,7 +188,7 @@ def test_products_as_a_gpu_has_them(shape: tuple[int, ...], steps: int, monkeypa
     """`_iterate` with norms as a tensor, a batch at once: the way of tensors on a GPU, on this CPU."""
     from zerokern.kernels import orthogonal, products
 
-    monkeypatch.setattr(products, "_batch_is_exact", lambda *given: True)
+    monkeypatch.setattr(products, "_goes_at_once", lambda *given: True)
     x = matrix(shape, torch.float32)
     room = torch.empty(3 * workspace_numel(x))
     found = x.clone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +9,12 @@ from torch import Tensor
 
 from zerokern.kernels.triton.backend import capturing
 
-__all__ = ["add_product", "multiply"]
+__all__ = ["add_product", "multiply", "way_of"]
 
 _Layout = tuple[torch.Size, tuple[int, ...]]
 _SEED = 24
 _RESULTS = 1 << 13  # that are compared at least
+_MOST_FOUND = 4096
 _LARGEST = {torch.float64: 26, torch.float32: 12, torch.bfloat16: 24, torch.float16: 13}  # exponents of what cancels
 
 
@@ -29,11 +29,15 @@ class _Product(NamedTuple):
     alpha: float = 1.0
 
 
+_FOUND: dict[tuple[_Product, tuple[object, ...]], bool] = {}
+
+
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Writes a @ b, of two matrices or of each pair in two batches.
 
     Every product of a batch has the bits of `torch.mm` on its own: whether matrices are multiplied alone or with others
-    must not show. In a CUDA graph's capture, where nothing can be tried, they are multiplied one by one.
+    must not show. In a CUDA graph's capture nothing can be tried; there they are multiplied one by one unless that was
+    done before.
 
     >>> a, out = torch.ones(2, 3, 4), torch.empty(2, 3, 3)
     >>> multiply(a, a.mT, out); out[1]
@@ -43,7 +47,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """
     if a.dim() == 2:
         torch.mm(a, b, out=out)
-    elif not capturing(a.device) and _batch_is_exact(_Product(a.dtype, None, _layout(a), _layout(b)), _way(a.device)):
+    elif _goes_at_once(_Product(a.dtype, None, _layout(a), _layout(b)), a.device):
         torch.bmm(a, b, out=out)
     else:
         for one, other, to in zip(a, b, out, strict=True):
@@ -60,9 +64,7 @@ def add_product(addend: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: floa
     """
     if a.dim() == 2:
         torch.addmm(addend, a, b, beta=beta, alpha=alpha, out=out)
-    elif not capturing(a.device) and _batch_is_exact(
-        _Product(a.dtype, _layout(addend), _layout(a), _layout(b), beta, alpha), _way(a.device)
-    ):
+    elif _goes_at_once(_Product(a.dtype, _layout(addend), _layout(a), _layout(b), beta, alpha), a.device):
         torch.baddbmm(addend, a, b, beta=beta, alpha=alpha, out=out)
     else:
         for added, one, other, to in zip(addend, a, b, out, strict=True):
@@ -73,8 +75,12 @@ def _layout(x: Tensor) -> _Layout:
     return x.shape, x.stride()
 
 
-def _way(device: torch.device) -> tuple[object, ...]:
-    """What else torch chooses a kernel by: the device, its threads, and settings that a program may change."""
+def way_of(device: torch.device) -> tuple[object, ...]:
+    """Returns what else torch chooses a kernel by: the device, its threads, and settings that a program may change.
+
+    >>> way_of(torch.device("cpu")) == way_of(torch.device("cpu"))
+    True
+    """
     if device.type == "cpu":
         return device, torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
     matmul = torch.backends.cuda.matmul
@@ -82,8 +88,20 @@ def _way(device: torch.device) -> tuple[object, ...]:
     return device, torch.get_float32_matmul_precision(), torch.backends.cuda.preferred_blas_library(), *reduced
 
 
-@lru_cache(maxsize=4096)
-def _batch_is_exact(product: _Product, way: tuple[object, ...]) -> bool:
+def _goes_at_once(product: _Product, device: torch.device) -> bool:
+    """Whether such a batch is multiplied at once: it is tried in the first call, and again if too many were since."""
+    key = product, way_of(device)
+    found = _FOUND.get(key)
+    if found is None:
+        if capturing(device):
+            return False
+        if len(_FOUND) >= _MOST_FOUND:
+            _FOUND.clear()
+        found = _FOUND[key] = _batch_is_exact(product, device)
+    return found
+
+
+def _batch_is_exact(product: _Product, device: torch.device) -> bool:
     """Multiplies batches of these layouts at once and one by one; returns whether all bits are the same.
 
     Libraries choose the order of a sum by layouts, not by values, and values are such here that another order shows:
@@ -91,8 +109,6 @@ def _batch_is_exact(product: _Product, way: tuple[object, ...]) -> bool:
     the addend nearly cancels what it is added to. Where a batch has few results, several are tried. On a GPU the host
     waits, once for each layout.
     """
-    device = way[0]
-    assert isinstance(device, torch.device)
     generator = torch.Generator().manual_seed(_SEED)
     tries = max(2, -(-_RESULTS // (product.a[0].numel() // product.a[0][-1] * product.b[0][-1])))
     return all(_is_exact_once(generator, product, device, cancels=number % 2 == 0) for number in range(tries))
