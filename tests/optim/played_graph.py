@@ -6,7 +6,8 @@ Memory made in the capture is the graph's own. Versions, hooks and all that Pyth
 
 A capture refuses what CUDA refuses: waiting for the device, asking an event or a collective, copies by the copy engine
 that the host waits for, work that was launched outside, a stream or a collective that is not joined when it ends. Other
-than on a GPU, what is captured is also done, once: a step that is captured counts as one.
+than on a GPU, what `capture` captures is also done, once: a step that is captured counts as one. What the library
+captures itself (`PlayedCUDAGraph`) is done by replays alone.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class PlayedGraph(TorchDispatchMode):
         self.streams: set[Stream] = set()
         self._own: dict[int, Any] = {}  # storages made in the capture
         self._others: list[Any] = []
+        self._before: dict[int, tuple[Any, Any]] | None = None
         self.paused = False
 
     def remember(self, tree: Any) -> Callable[[], Any]:
@@ -87,6 +89,16 @@ class PlayedGraph(TorchDispatchMode):
             work(*args, **given)
 
         self.program.append(again)
+
+    def keep_memory(self) -> None:
+        """From now on what is outside is kept as it is, for `undo`."""
+        self._before = {}
+
+    def undo(self) -> None:
+        """Puts back what memory outside held before the capture."""
+        for storage, before in (self._before or {}).values():
+            storage.copy_(before)
+        self._before = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -114,7 +126,12 @@ class PlayedGraph(TorchDispatchMode):
             refuse(name)
         if name == "aten::lift_fresh":  # what the program has written out is an argument of a launch
             self._own[args[0].untyped_storage()._cdata] = args[0].untyped_storage()
-        before = {one.untyped_storage()._cdata for one in tree_leaves((args, given)) if isinstance(one, Tensor)}
+        storages = [one.untyped_storage() for one in tree_leaves((args, given)) if isinstance(one, Tensor)]
+        before = {one._cdata for one in storages}
+        if self._before is not None:
+            for one in storages:
+                if one._cdata not in self._own and one._cdata not in self._before:
+                    self._before[one._cdata] = one, one.clone()
         again = self.remember((args, given)) if func._schema.is_mutable else None
         made = func(*args, **given)
         if again is not None:
@@ -165,6 +182,69 @@ class GraphDevice(CountingDevice):
                 assert self.stream in graph.streams, f"{which} is launched on {self.stream.name}, which is not captured"
                 self.stream.given += 1
         super().count(what, which, where)
+
+    def captures(self) -> bool:
+        return current() is not None
+
+
+class PlayedCUDAGraph:
+    """`torch.cuda.CUDAGraph`. Of what is captured nothing is done; a replay is one launch."""
+
+    device: GraphDevice
+    broken = ""  # why none begins
+    made = replayed = dropped = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local" and pool is not None
+        if self.device.stream is self.device.compute:
+            refuse("the default stream")
+        if self.broken:
+            refuse(self.broken)
+        assert current() is None
+        _HERE.graph = self._graph = graph = PlayedGraph()
+        graph.streams.add(self.device.stream)
+        graph.keep_memory()
+        graph.__enter__()
+
+    @classmethod
+    def drop_workspaces(cls) -> None:
+        """What cuBLAS works in, of all streams: within a capture the graph would lose its own."""
+        assert current() is None
+        cls.dropped += 1
+
+    def capture_end(self) -> None:
+        self._graph.__exit__(None, None, None)
+        _HERE.graph = None
+        self._graph.undo()
+
+    def replay(self) -> None:
+        type(self).replayed += 1
+        self.device.count(LAUNCH, "replay")
+        self._graph.replay()
+
+
+def play_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> type[PlayedCUDAGraph]:
+    """Before `counted_device`: the library can capture; returns the class of its graphs."""
+    import counting_device
+
+    class Graph(PlayedCUDAGraph):
+        """Of this test."""
+
+    class Device(GraphDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            Graph.device = self
+
+    monkeypatch.setattr(counting_device, "CountingDevice", Device)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", Graph.drop_workspaces, raising=False)
+    monkeypatch.setattr("zerokern.kernels.captured._EXACT", {})
+    return Graph
 
 
 class GraphEvent(Event):
@@ -361,4 +441,7 @@ def is_capturing() -> bool:
     return current() is not None
 
 
-__all__ = ["DEVICE", "CaptureRefused", "GraphDevice", "capture", "is_capturing", "play_graphs"]
+__all__ = [
+    "DEVICE", "CaptureRefused", "GraphDevice", "PlayedCUDAGraph", "capture", "is_capturing", "play_cuda_graphs",
+    "play_graphs",
+]  # fmt: skip

@@ -32,6 +32,7 @@ from counting_device import (
     counted_device,
     on_devices,
 )
+from played_graph import play_cuda_graphs
 
 import zerokern as zk
 
@@ -74,6 +75,11 @@ def train(
         opt.zero_grad()
     device.counting = False
     opt.close()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return play_cuda_graphs(monkeypatch)
 
 
 @pytest.fixture
@@ -130,6 +136,33 @@ def test_plain_parameters(device: CountingDevice, settings: dict[str, Any], laun
         assert device.total(SYNC) <= (2 if settings else 0)
 
 
+MATRICES = 6
+OF_A_MATRIX = 7  # 26 of a matrix that is not captured, and 28 of one with more rows than columns
+OF_A_STEP = 3  # the counts of all parameters, and whether the step is skipped
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_matrices_one_by_one(
+    shape: tuple[int, int], graphs: Any, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each: its average and the sums of squares, three launches and where the gradient is; the iteration, one; and
+    two that apply it."""
+    monkeypatch.setattr("zerokern.optim.matrices.BATCH_NUMEL_ON_GPU", 0)
+
+    params = [nn.Parameter(torch.ones(shape, device=DEVICE)) for _ in range(MATRICES)]
+    opt = zk.Muon(params, lr=1e-2)
+    for step in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        device.counting = step == 2
+        opt.step()
+        device.counting = False
+    opt.close()
+    with shown(device):
+        assert device.total(UPLOAD) == device.total(DOWNLOAD) == device.total(SYNC) == 0
+        assert 0 < device.total(LAUNCH) <= OF_A_MATRIX * MATRICES + OF_A_STEP
+
+
 class Units(nn.Module):
     """Of one of them a part is frozen."""
 
@@ -177,6 +210,7 @@ def ask(there):
     x = torch.tensor([1.0, 2.0], device=there)       # an upload
     x.copy_(torch.ones(2), non_blocking=True)        # another
     y = x.add(1.0).mul_(2.0)                         # two launches
+    torch.add(x, y, out=y)                           # one
     x.copy_(y), y[:1].view(1), torch.empty(3, device=there)  # one
     found = y.cpu(), y.tolist()                      # a download, and two syncs
     torch.ones(2).add(1.0).tolist()                  # of the host's own
@@ -194,6 +228,6 @@ def test_what_should_be_counted_is(device: CountingDevice) -> None:
     device.counting = True
     x, (copied, values) = names["ask"](DEVICE)
     device.counting = False
-    assert (x.device, copied.device, values, x.is_cuda) == (DEVICE, torch.device("cpu"), [4.0, 4.0], True)
+    assert (x.device, copied.device, values, x.is_cuda) == (DEVICE, torch.device("cpu"), [5.0, 5.0], True)
     found = [device.total(what) for what in (UPLOAD, LAUNCH, DOWNLOAD, SYNC)]
-    assert found == [2, 3, 1, 3], device.table()
+    assert found == [2, 4, 1, 3], device.table()

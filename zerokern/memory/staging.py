@@ -24,9 +24,9 @@ __all__ = [
     "stream_gate", "stream_ticket",
 ]  # fmt: skip
 
-STREAMS = ("down", "up", "gather", "reduce", "publish", "update", "measure")
+STREAMS = ("down", "up", "gather", "reduce", "publish", "update", "measure", "capture")
 """All streams that a process has on a device beside the program's: for copies, to launch collectives from, to update
-what forwards do not need yet, and to measure copies on, once."""
+what forwards do not need yet, to measure copies on, once, and to capture launches on, which then run elsewhere."""
 # torch's pool has 32 streams for each priority and never frees one; the 33rd request gets the first again, which may be
 # the one that NCCL runs on. So a process that makes a thousand models draws as many as one that makes one.
 _CUDA_STREAMS: dict[tuple[int, str], torch.cuda.Stream] = {}

@@ -24,6 +24,9 @@ BATCH_NUMEL = 1 << 19
 """The elements of matrices that are orthogonalized together, at most: in bf16 a MiB, which a core's own cache holds."""
 BATCH_NUMEL_ON_GPU = 1 << 23
 """The same on a GPU, where launches take longer: 16 MiB in bf16."""
+CAPTURED_NUMEL = 1 << 24
+"""The elements of matrices whose launches are captured, at most. The products of larger ones take longer than their
+launches (of 4096 x 4096 some 2e15 operations, 3 ms of an H200), and the memory beside them would be kept."""
 _HOST = torch.device("cpu")
 _NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
 _NO_MATRIX = (
@@ -91,13 +94,17 @@ class MatrixPart(NamedTuple):
         return self.start + self.numel == self.matrix.numel
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is all that is done to a matrix, which no rank has cut."""
+        return self.averages and self.applies and self.numel == self.matrix.numel and not self.matrix.is_cut
+
+    @property
     def is_alike(self) -> bool:
         """Whether it is updated together with others of the same size.
 
         A single row or column never is: its products are sums whose order may depend on where it lies in memory.
         """
-        whole = self.averages and self.applies and self.numel == self.matrix.numel
-        return whole and not self.matrix.is_cut and min(self.matrix.height, self.matrix.width) > 1
+        return self.is_whole and min(self.matrix.height, self.matrix.width) > 1
 
 
 def part_of(matrices: Sequence[Matrix], place: Any) -> MatrixPart:

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.kernels.captured import Captured
 from zerokern.kernels.cpu import sumsq_chunks
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
+from zerokern.kernels.products import way_of
 from zerokern.kernels.reference import SUMSQ_CHUNK
 from zerokern.kernels.rules import RULES
 from zerokern.memory.interrupts import whole
+from zerokern.memory.staging import cuda_driver
 from zerokern.optim import device
-from zerokern.optim.matrices import Matrix, MatrixPart, batches_of, most_together, ns_dtype_of
+from zerokern.optim.matrices import CAPTURED_NUMEL, Matrix, MatrixPart, batches_of, most_together, ns_dtype_of
 from zerokern.optim.rounds import Round, UnderWay, in_pipeline, places_of, rounds_of
 
 __all__ = ["MatrixBatch", "MatrixTable", "SpareMatrix"]
@@ -164,6 +167,7 @@ class MatrixTable:
         self._squares: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._still: list[Tensor] = []
         self.begun = self.carried_out = False
+        self._captured = Captured(place := self.spare.place, lambda: cuda_driver(place).aside("capture"))
         self._next = -1  # the row that goes on with the matrix in memory
         # what is here of cut matrices with records, by ids: True, on its way to their rounds; False, back from there
         self._apart: dict[tuple[int, bool], Tensor] = {}
@@ -282,9 +286,11 @@ class MatrixTable:
         sums = self.spare.sums(batch.chunks)
         batch.prepare(settings, self.columns, memory[part.start :], sums[part.start // SUMSQ_CHUNK :])
         if part.averages:
+            # before anything is in this memory, for a trial loses it
+            orthogonalize = None if is_cut else self._orthogonalizing(batch, *batch.view(memory, sums))
             average(batch)
-            if part.ends and not is_cut:
-                self._orthogonalize(row, *batch.view(memory, sums))
+            if part.ends and orthogonalize is not None:
+                orthogonalize()
         if part.applies:
             apply(batch)
         if not is_cut:
@@ -338,6 +344,15 @@ class MatrixTable:
                 apply(batch)
             else:
                 self._apart[id(batch.part.matrix), False] = apart[owner]
+
+    def _orthogonalizing(self, batch: MatrixBatch, matrices: Tensor, sums: Tensor) -> Callable[[], None]:
+        """Returns what orthogonalizes a batch, in whose memory nothing is: on a GPU one launch where that is faster."""
+        work = partial(self._orthogonalize, batch.rows[0], matrices, sums)
+        if not batch.part.is_whole or batch.numel > CAPTURED_NUMEL or not device.is_apart(matrices):
+            return work
+        hyper, *_ = self._settings_of(batch.rows[0])
+        how = hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"], hyper["ns_form"]
+        return self._captured.of((matrices.dtype, matrices.shape, how, way_of(matrices.device)), work, matrices, sums)
 
     def _orthogonalize(self, row: int, matrix: Tensor, sums: Tensor, halfway: Callable[[], None] | None = None) -> None:
         """Orthogonalizes the matrix, or the batch, of a row. `halfway` is called in the middle of that."""
