@@ -72,6 +72,8 @@ ASKED = (
     Asked("exact.update_device", 'the same with overlap and update="device"', "", 0.95),
     Asked("muon.torch", "zk.Muon, 78 matrices of 3.7M, vs torch.optim.Muon", "x", 1.0),
     Asked("muon.dion", "the same vs dion", "x", 1.0),
+    Asked("muon.launched", "the same vs itself, each product launched alone", "x", 1.0),
+    Asked("muon.bits", "the same: parameters that differ from those of single launches", "", most=0.0),
     Asked("graphs.loss", "CUDA graphs under zk.shard: largest difference of a loss", "", most=0.0),
     Asked("keep.cpu", "keep='cpu': largest difference of a loss", "", most=0.0),
     Asked("keep.disk", "keep=zk.Nvme: the same", "", most=0.0),

@@ -249,6 +249,13 @@ class TestComparisons:
         with pytest.raises(import_module("zerokern.bench.contest").WrongResult, match="the last matrix's update is"):
             problem.provider("wrong", lambda params: muon.zk.Muon(params, **wrong)).check()
 
+    def test_bits_of_a_captured_muon_that_differ_are_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cpu = torch.device("cpu")
+        assert muon.differing(cpu, 2, (24, 32)) == 0
+        other = lambda params, **how: muon.zk.Muon(params, **{**how, "eps": 100.0})  # noqa: E731
+        monkeypatch.setattr(muon, "Launched", other)
+        assert muon.differing(cpu, 2, (24, 32)) > 0
+
     def test_dion_is_called_as_it_is_and_may_iterate_otherwise(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A stand-in with dion's signature, whose iteration has other coefficients."""
         calls: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ from waiting_device import HostComputes
 from worlds import refusal, says
 
 from zerokern.core.errors import StateError
-from zerokern.optim import Muon, batches, matrices
+from zerokern.optim import Muon, batches, matrices, matrix_table
 from zerokern.optim.transit import SLOTS
 
 SHAPES = ((8, 8), (12, 20), (6, 5))
@@ -157,6 +157,16 @@ def test_equal_matrices_on_a_gpu_have_the_bits_of_each_by_itself(monkeypatch: py
     together, _ = muons_on_gpu({}, BF16)
     monkeypatch.setattr(matrices, "BATCH_NUMEL_ON_GPU", 0)
     assert same_bits(together, muons_on_gpu({}, BF16)[0])
+
+
+@pytest.mark.gpu
+@each("more", [{}, {"tier": "cpu"}, {"tier": "cpu", "schedule": "overlap"}])
+def test_captured_on_a_gpu_it_has_the_bits_of_launches(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"max_grad_norm": 1.0, **more}
+    left, captured = muons_on_gpu(settings, BF16)
+    monkeypatch.setattr(matrix_table, "CAPTURED_NUMEL", 0)
+    right, launched = muons_on_gpu(settings, BF16)
+    assert same_bits(left + averages(captured), right + averages(launched))
 
 
 def test_a_graph_is_refused_and_changes_nothing() -> None:

@@ -1,4 +1,7 @@
-"""zk.Muon in bf16 on lists of equal matrices, against dion's Muon where it is installed and torch's own."""
+"""zk.Muon in bf16 on lists of equal matrices, against dion's Muon where it is installed and torch's own.
+
+Of small ones also against itself with each product launched alone: what graphs of them save, and their bits.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 
 import zerokern as zk
+from zerokern.optim import matrix_table
 
 from ...contest import Missing, Provider, WrongResult
 from ...matrix_steps import SETTINGS, _orthogonal
@@ -22,7 +26,8 @@ BF16 = torch.bfloat16
 LISTS = ((78, (1920, 1920)), (28, (4096, 11008)), (4, (16384, 16384)))
 TOY_LISTS = ((3, (16, 24)), (2, (24, 24)))
 OURS, HOST = "zk.Muon", "zk.Muon, state in host memory"
-TORCH, DION = "torch.optim.Muon", "dion"
+TORCH, DION, LAUNCHED = "torch.optim.Muon", "dion", "zk.Muon, launch by launch"
+STEPS = 4  # of which bits are compared
 SCALE = 0.002  # of parameters: as rounding bf16 ones hides updates, a check needs small ones
 ALIKE = 0.4  # both iterations leave singular values between 0.7 and 1.2, each in its own way
 NBYTES = 2 + 2 * 2 + 2 * 4  # gradient; parameter and fp32 average, read and written
@@ -33,13 +38,44 @@ Make = Callable[[list[torch.nn.Parameter]], Any]
 def run(desk: Desk) -> None:
     lists = TOY_LISTS if desk.settings.rehearse else LISTS
     for place, (count, shape) in enumerate(lists):
-        outcome = desk.contest(contest_of(desk.settings, count, shape), len(lists) - place)
+        outcome = desk.contest(contest_of(desk.settings, count, shape, captured=place == 0), len(lists) - place)
         if place == 0:
+            desk.ratio_to_fastest("muon.launched", outcome, OURS, [LAUNCHED])
+            desk.figure("muon.bits", differing(desk.settings.device, min(count, 6), shape), of=f"{STEPS} steps")
             desk.ratio_to_fastest("muon.torch", outcome, OURS, [TORCH])
             desk.ratio_to_fastest("muon.dion", outcome, OURS, [DION])
 
 
-def contest_of(settings: Settings, count: int, shape: tuple[int, int]) -> Contest:
+class Launched:
+    """zk.Muon that captures nothing."""
+
+    def __init__(self, params: list[torch.nn.Parameter], **settings: Any) -> None:
+        self._optimizer = zk.Muon(params, **settings)
+
+    def step(self) -> None:
+        most, matrix_table.CAPTURED_NUMEL = matrix_table.CAPTURED_NUMEL, 0
+        try:
+            self._optimizer.step()
+        finally:
+            matrix_table.CAPTURED_NUMEL = most
+
+
+def differing(device: torch.device, count: int, shape: tuple[int, int]) -> int:
+    """How many parameters of a few matrices are others after steps with graphs than after steps without."""
+    problem, found = Matrices(device, count, shape), []
+    for make in (zk.Muon, Launched):
+        params = [torch.nn.Parameter(one.clone()) for one in problem.start]
+        optimizer = make(params, **SETTINGS)
+        for step in range(STEPS):
+            for param, grad in zip(params, problem.grads, strict=True):
+                param.grad = grad * (1.0 + step)
+            optimizer.step()
+        found.append(torch.stack([param.detach().view(torch.int16) for param in params]))
+    return int((found[0] != found[1]).sum())
+
+
+def contest_of(settings: Settings, count: int, shape: tuple[int, int], *, captured: bool = False) -> Contest:
+    """`captured`: these are small enough to be captured."""
     problem = Matrices(settings.device, count, shape)
     ours: dict[str, Make] = {
         OURS: functools.partial(zk.Muon, **SETTINGS),
@@ -55,6 +91,7 @@ def contest_of(settings: Settings, count: int, shape: tuple[int, int]) -> Contes
         title, count * shape[0] * shape[1],
         {name: maker(name, make) for name, make in ours.items()},
         {
+            **({LAUNCHED: maker(LAUNCHED, functools.partial(Launched, **SETTINGS))} if captured else {}),
             TORCH: maker(TORCH, theirs),
             DION: lambda: [
                 problem.provider(DION, functools.partial(dion, triton=triton), f"use_triton={triton}", ALIKE)
