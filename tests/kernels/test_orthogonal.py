@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -180,6 +182,31 @@ def test_a_batch_whose_bits_differ_is_multiplied_one_by_one(monkeypatch: pytest.
             assert same_bits(mine, orthogonalized(one))
     assert calls.count("bmm") == 1, "tried once"
     products._FOUND.clear()
+
+
+PRECISIONS = """
+import torch
+from zerokern.kernels.orthogonal import iterate_
+from zerokern.kernels.products import way_of
+
+places = torch.device("cpu"), torch.device("cuda")
+ways = [[way_of(place) for place in places]]
+torch.set_float32_matmul_precision("medium")
+ways.append([way_of(place) for place in places])
+torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+ways.append([way_of(place) for place in places])
+torch.backends.cuda.matmul.fp32_precision = "ieee"
+ways.append([way_of(place) for place in places])
+print([[now != then for now, then in zip(*pair)] for pair in zip(ways[1:], ways)])
+iterate_(torch.eye(8).repeat(3, 1, 1), torch.full((3, 1), 8.0, dtype=torch.float64))
+"""
+
+
+def test_a_precision_may_be_set_by_older_and_by_newer_names() -> None:
+    """Once a program has used the newer ones, torch refuses to tell the older."""
+    ran = subprocess.run([sys.executable, "-c", PRECISIONS], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split("\n")[0] == str([[True, True], [True, False], [False, True]])
 
 
 @each("steps", [0, 1, 4, STEPS])

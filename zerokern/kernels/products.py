@@ -81,11 +81,13 @@ def way_of(device: torch.device) -> tuple[object, ...]:
     >>> way_of(torch.device("cpu")) == way_of(torch.device("cpu"))
     True
     """
+    # of the two ways to set a precision torch refuses to read the older one where a program has used the newer
     if device.type == "cpu":
-        return device, torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
+        mkldnn = torch.backends.mkldnn
+        return device, torch.get_num_threads(), mkldnn.matmul.fp32_precision, mkldnn.enabled
     matmul = torch.backends.cuda.matmul
-    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32
-    return device, torch.get_float32_matmul_precision(), torch.backends.cuda.preferred_blas_library(), *reduced
+    reduced = matmul.allow_bf16_reduced_precision_reduction
+    return device, matmul.fp32_precision, torch.backends.cuda.preferred_blas_library(), reduced
 
 
 def _goes_at_once(product: _Product, device: torch.device) -> bool:
