@@ -105,17 +105,28 @@ class Table:
     def set_row(self, index: int, **words: int) -> None:
         self.table.set_row(index, **words)
 
-    def run(self, scale: float, control: Any) -> None:
+    def run(
+        self, scale: float, control: Any, begin: int = 0, end: int | None = None, *, prepared: bool = False
+    ) -> None:
         assert len(control.witnesses) == len(self.groups)
         if self.double.out_of_memory:
             raise torch.OutOfMemoryError("of the device")
         self.begun = True
-        self.double.launch(Table._update, table=self, scale=scale, **vars(control))
+        rows = {"begin": begin, "end": end}
+        self.double.launch(Table._update, table=self, scale=scale, rows=rows, prepared=prepared, **vars(control))
 
     @staticmethod
-    def _update(*, table: Table, scale: float, **arguments: Any) -> None:
+    def _update(*, table: Table, scale: float, rows: dict[str, Any], prepared: bool, **arguments: Any) -> None:
         self, control = table, SimpleNamespace(**arguments)
         self.double.launched += 1
+        if not prepared:
+            self.factor = Table._prepare(self, control, scale)
+        if self.factor is not None:
+            self.table.run(self.factor, **rows)
+
+    @staticmethod
+    def _prepare(self: Table, control: Any, scale: float) -> float | None:
+        """What `prepare` leaves to the updates: what gradients are multiplied by; None if the step is skipped."""
         if control.grad_scale is not None:
             scale = 1.0 / float(control.grad_scale)
         skip = control.found_inf is not None and bool(control.found_inf)
@@ -127,13 +138,13 @@ class Table:
             scale *= min(1.0, control.max_norm / (norm + 1e-6))
         control.outcome[1:3] = torch.tensor([float(control.outcome[1]) + skip, skip], device="cpu")
         if skip:
-            return
+            return None
         for index, ((hyper, formats), witness) in enumerate(zip(self.groups, control.witnesses, strict=True)):
             made = int(control.steps[witness])
             lr, first = float(hyper.get("lr", 0.0)), hyper.get("first_step", False) and made == 0
             self.table.set_group(index, {**hyper, "lr": lr, "step": made + 1, "first_step": first}, **formats)
-        self.table.run(scale)
         control.steps.data.add_(control.increments)  # .data: a kernel counts no version
+        return scale
 
 
 class Sums:

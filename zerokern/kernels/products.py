@@ -83,7 +83,7 @@ def way_of(device: torch.device) -> tuple[object, ...]:
     """
     # of the two ways to set a precision torch refuses to read the older one where a program has used the newer
     if device.type == "cpu":
-        mkldnn = torch.backends.mkldnn
+        mkldnn: Any = torch.backends.mkldnn
         return device, torch.get_num_threads(), mkldnn.matmul.fp32_precision, mkldnn.enabled
     matmul = torch.backends.cuda.matmul
     reduced = matmul.allow_bf16_reduced_precision_reduction

@@ -85,6 +85,34 @@ _Settings = tuple[Mapping[str, Any], torch.dtype, dict[str, Any], dict[str, Any]
 """Of a group: its hyperparameters, in which dtype its matrices are orthogonalized, and what two tables are told."""
 
 
+class _Shared:
+    """A table on a device of all batches of an update, each with rows and a group of its own: what is new of it is sent
+    once in an update, and one launch prepares it."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+        self.prepared = False
+
+
+class _OwnRows:
+    """The rows and the group that one batch has there, with the face of a table of its own."""
+
+    def __init__(self, shared: _Shared, begin: int, end: int, group: int) -> None:
+        self._shared, self._begin, self._end, self._group = shared, begin, end, group
+        self.columns = {name: column[begin:end] for name, column in shared.table.columns.items()}
+        self.columns["group"][:] = array("Q", [group] * (end - begin))
+
+    def set_group(self, index: int, hyper: Mapping[str, Any], **formats: Any) -> None:
+        self._shared.table.set_group(self._group + index, hyper, **formats)
+
+    def set_row(self, index: int, *, group: int, numel: int) -> None:
+        self._shared.table.set_row(self._begin + index, group=self._group + group, numel=numel)
+
+    def run(self, scale: float, control: Any = None) -> None:
+        self._shared.table.run(scale, control, self._begin, self._end, prepared=self._shared.prepared)
+        self._shared.prepared = True
+
+
 class MatrixBatch:
     """Rows that are updated together: equal matrices of one group, or one row, of a matrix or of a part of one.
 
@@ -93,13 +121,15 @@ class MatrixBatch:
     `parameters` are the tables of these calls.
     """
 
-    def __init__(self, open_table: Callable[[int, int], Any], rows: Sequence[int], part: MatrixPart) -> None:
-        """`part`: what the first of the rows updates, and each of them of its own matrix."""
-        self.rows, self.part = rows, part
+    def __init__(self, tables: tuple[Any, Any], rows: Sequence[int], part: MatrixPart, groups: tuple[int, ...]) -> None:
+        """`part`: what the first of the rows updates, and each of them of its own matrix. `groups`: whose each group of
+        the tables is."""
+        self.rows, self.part, self.groups = rows, part, groups
         # of all of their matrices: elements, and chunks of them whose squares are summed together
         self.numel = len(rows) * part.matrix.numel
         self.chunks = len(rows) * _chunks_of(part.matrix.numel)
-        self.averages, self.parameters = open_table(len(rows), 1), open_table(len(rows), 1)
+        self.averages, self.parameters = tables
+        self.shares = isinstance(self.averages, _OwnRows)
         self._settings: Any = None
         self._addresses: tuple[int, int, int] | None = None
 
@@ -163,7 +193,7 @@ class MatrixTable:
         self._groups: dict[int, _Settings] = {}
         # by rows, and by the rows of a run: what does not change from step to step
         self._batches: dict[tuple[int, ...], MatrixBatch] = {}
-        self._runs: dict[tuple[int, int], tuple[list[MatrixBatch], list[Round], int, int]] = {}
+        self._runs: dict[tuple[int, int], tuple[list[MatrixBatch], list[_Shared], list[Round], int, int]] = {}
         self._squares: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._still: list[Tensor] = []
         self.begun = self.carried_out = False
@@ -215,8 +245,9 @@ class MatrixTable:
             self._still = [*nothing, nothing[1][:1].float()]
         increments, outcome, skips = self._still
 
-        def control_of(group: int, **others: Any) -> Any:
-            of_rows = {"increments": increments, "outcome": outcome, "witnesses": [control.witnesses[group]]}
+        def control_of(groups: tuple[int, ...], **others: Any) -> Any:
+            witnesses = [control.witnesses[group] for group in groups]
+            of_rows = {"increments": increments, "outcome": outcome, "witnesses": witnesses}
             return type(control)(**{**vars(control), **of_rows, **others})
 
         averaging = cache(control_of)
@@ -224,12 +255,12 @@ class MatrixTable:
 
         def average(batch: MatrixBatch) -> None:
             is_first, self.begun = not self.begun, True
-            batch.averages.run(scale, averaging(self.columns["group"][batch.rows[0]]))
+            batch.averages.run(scale, averaging(batch.groups))
             if is_first:
                 skips.copy_(outcome[2:3])
 
         def apply(batch: MatrixBatch) -> None:
-            batch.parameters.run(1.0, applying(self.columns["group"][batch.rows[0]]))
+            batch.parameters.run(1.0, applying(batch.groups))
 
         self._update(0, len(self._parts), average, apply)
         *_, (_, _, of_averages, _) = self._groups.values()
@@ -248,21 +279,29 @@ class MatrixTable:
         self.begun = self.carried_out = False
         if (begin, end) not in self._runs:
             self._runs[begin, end] = self._divided(begin, end)
-        batches, rounds, nbytes, chunks = self._runs[begin, end]
+        batches, shared, rounds, nbytes, chunks = self._runs[begin, end]
         with whole("the step"), self.spare.lent(nbytes, chunks):
+            for one in shared:
+                one.prepared = False
+            for batch in batches:
+                if batch.shares:  # all of them before the first one is launched
+                    memory = self.spare.memory(batch.numel, self._settings_of(batch.rows[0])[1])
+                    self._prepare(batch, memory, self.spare.sums(batch.chunks))
             for batch in batches:
                 self._update_batch(batch, average, apply)
             in_pipeline(rounds, partial(self._update_round, average, apply))
             self.carried_out, self.spare.stays = True, self._next >= 0
 
-    def _divided(self, begin: int, end: int) -> tuple[list[MatrixBatch], list[Round], int, int]:
-        """Divides rows into batches and rounds; returns these, and how many bytes and chunks of sums they need."""
+    def _divided(self, begin: int, end: int) -> tuple[list[MatrixBatch], list[_Shared], list[Round], int, int]:
+        """Divides rows into batches and rounds; returns these, the tables that batches share, and how many bytes and
+        chunks of sums they need."""
         parts, group = self._parts, self.columns["group"]
         here = [row for row in range(begin, end) if parts[row].numel and not parts[row].meets]
         alike = [row for row in here if parts[row].is_alike]
         kind_of = lambda row: (group[row], parts[row].matrix.height, parts[row].matrix.width)  # noqa: E731
         together = batches_of(alike, kind_of, most_together(self.spare.place))
-        batches = [self._batch_of(*rows) for rows in (*together, *([row] for row in here if not parts[row].is_alike))]
+        apart = [[row] for row in here if not parts[row].is_alike]
+        batches, shared = self._batches_of([*together, *apart])
         meeting = [(row, parts[row].matrix) for row in range(begin, end) if parts[row].meets]
         rounds = rounds_of([(row, one, self._settings_of(row)[1]) for row, one in meeting if one.full_numel])
         # what is here of a cut matrix has memory of its own
@@ -270,13 +309,43 @@ class MatrixTable:
         nbytes = [batch.numel * self._settings_of(batch.rows[0])[1].itemsize for batch in in_spare]
         chunks = [batch.chunks for batch in batches]
         chunks += [_chunks_of(one.full_numel) for some in rounds for one in some.matrices]
-        return batches, rounds, max([*nbytes, places_of(rounds)[1]]), max(chunks, default=0)
+        return batches, shared, rounds, max([*nbytes, places_of(rounds)[1]]), max(chunks, default=0)
 
     def _batch_of(self, *rows: int) -> MatrixBatch:
         """Returns the batch of these rows, which is made once."""
         if rows not in self._batches:
-            self._batches[rows] = MatrixBatch(self._open_table, rows, self._parts[rows[0]])
+            tables = self._open_table(len(rows), 1), self._open_table(len(rows), 1)
+            groups = (self.columns["group"][rows[0]],)
+            self._batches[rows] = MatrixBatch(tables, rows, self._parts[rows[0]], groups)
         return self._batches[rows]
+
+    def _batches_of(self, divided: Sequence[Sequence[int]]) -> tuple[list[MatrixBatch], list[_Shared]]:
+        """Returns batches of these rows, and the tables that they share.
+
+        On a device whole matrices do. On a CPU there is no launch to save, and a call looks at all groups of a table.
+        """
+        shares = [hasattr(self._counts, "device") and self._parts[rows[0]].is_whole for rows in divided]
+        sharing = [rows for rows, one in zip(divided, shares, strict=True) if one]
+        if not sharing:
+            return [self._batch_of(*rows) for rows in divided], []
+        groups = tuple(self.columns["group"][rows[0]] for rows in sharing)
+        nrows = sum(map(len, sharing))
+        shared = [_Shared(self._open_table(nrows, len(sharing))) for _ in range(2)]
+        batches, at, number = [], 0, 0
+        for rows, one in zip(divided, shares, strict=True):
+            if not one:
+                batches.append(self._batch_of(*rows))
+                continue
+            averages, parameters = (_OwnRows(table, at, at + len(rows), number) for table in shared)
+            batches.append(MatrixBatch((averages, parameters), tuple(rows), self._parts[rows[0]], groups))
+            at, number = at + len(rows), number + 1
+        return batches, shared
+
+    def _prepare(self, batch: MatrixBatch, memory: Tensor, sums: Tensor) -> None:
+        """Fills the tables of a batch, whose matrices are in this memory."""
+        start = batch.part.start
+        settings = self._settings_of(batch.rows[0])
+        batch.prepare(settings, self.columns, memory[start:], sums[start // SUMSQ_CHUNK :])
 
     def _update_batch(self, batch: MatrixBatch, average: _Run, apply: _Run) -> None:
         """Updates whole matrices, or a part of one: of one that ranks have cut on the way to its round, or back."""
@@ -284,7 +353,8 @@ class MatrixTable:
         settings, is_cut = self._settings_of(row), part.matrix.is_cut
         memory = self._memory_of(batch, settings[1])
         sums = self.spare.sums(batch.chunks)
-        batch.prepare(settings, self.columns, memory[part.start :], sums[part.start // SUMSQ_CHUNK :])
+        if not batch.shares:
+            self._prepare(batch, memory, sums)
         if part.averages:
             # before anything is in this memory, for a trial loses it
             orthogonalize = None if is_cut else self._orthogonalizing(batch, *batch.view(memory, sums))

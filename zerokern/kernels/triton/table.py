@@ -175,26 +175,37 @@ class DeviceTable:
         for name, value in pointers.items():
             self.columns[name][index] = value
 
-    def run(self, scale: float = 1.0, control: Control | None = None, begin: int = 0, end: int | None = None) -> None:
-        """The launches for rows `begin` to `end`, on the current stream. `scale` multiplies gradients.
+    def run(
+        self,
+        scale: float = 1.0,
+        control: Control | None = None,
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        prepared: bool = False,
+    ) -> None:
+        """The launches for rows `begin` to `end`, on the current stream. `scale` multiplies gradients. `prepared`: the
+        run before, of other rows, was of the same update, and what it has sent and prepared holds for these.
 
         What a captured run reads is its own, and stays as it is for as long as the table lives. `begun` says of a run
         that raised whether anything had been launched.
         """
         self.begun = False
         outcome = self._outcome if control is None else control.outcome
-        self._address(scale, control)
+        if not prepared:
+            self._address(scale, control)
         with launching(self.device):
-            sent = self._send(control)
+            sent = self._sent if prepared and self._sent is not None else self._send(control)
             mine = begin, self.nseg if end is None else end
             if mine not in sent.launches:
                 sent.launches[mine] = self._plan(range(*mine))
             updates, measured = sent.launches[mine]
             self.begun = True
-            preparing.prepare[(1,)](
-                outcome, self._constants, self._wides, self._marks, sent.order, self.ngroups,
-                num_warps=1, enable_fp_fusion=False,
-            )  # fmt: skip
+            if not prepared:
+                preparing.prepare[(1,)](
+                    outcome, self._constants, self._wides, self._marks, sent.order, self.ngroups,
+                    num_warps=1, enable_fp_fusion=False,
+                )  # fmt: skip
             grads = sent.order[_HEADER_WORDS + self.ngroups * _GROUP_WORDS :]
             for made, tiles, nprograms, each in updates:
                 config = self.config_of(made)
