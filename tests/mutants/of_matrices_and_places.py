@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "squares_of_later_records_replace_those_of_the_first",
         "zerokern/optim/matrix_table.py",
-        "sums[part.start // SUMSQ_CHUNK :])",
+        "sums[start // SUMSQ_CHUNK :])",
         "sums)",
         "A matrix with several records on a disk is divided by a norm that knows the last of them alone.",
         ("tests/optim/test_muon_device_disk.py::test_the_bits_of_state_on_the_device",),
