@@ -220,7 +220,7 @@ class Shards:
     def pieces_of(self, part: Part) -> list[list[tuple[HostCopy, slice]]]:
         """Returns the pieces of a part as elements of host copies; of what is frozen there is none."""
         return [
-            [(copy, one.elements) for one in piece for copy in self.host.of([self.local[one.span]])]
+            [(copy, one.elements) for one in piece for copy in self.host.of([self.local[one.param]])]
             for piece in part.pieces
         ]
 
