@@ -345,7 +345,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return False
             if alone:
                 grads = held_gradients(groups, resolved=True)
-            of_shards = (grads,) if alone else (grads, shards.shares, shards.starts, sums)
+            of_shards = (grads,) if alone else (grads, shards.shares, [one.start for one in shards.shards], sums)
             matrices = self._matrices(groups, () if alone else shards.shards)
             layouts, hosted = self._algorithm.layout, shards.is_hosted
             survey, binding = Survey(groups, layouts, *of_shards, hosted=hosted, matrices=matrices), None
@@ -383,7 +383,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             max_norm=self._max_grad_norm,
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),
-            fold=shards.take_fold(),
+            fold=shards.fold,
             total=shards.accord.total if shards.shardings or shards.accord.party else None,
             add_up=None if shards.stand_alone else shards.total_there,
             reading=shards.host.reading if shards.is_hosted else None,

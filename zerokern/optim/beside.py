@@ -267,7 +267,7 @@ def _in_slot(transit: Transit, number: int, survey: Survey, i: int, row: Row, se
     """Adds the row's state in a segment to a batch; returns the row of the segment, with its state in the slot."""
     layout, slot = row.layout, transit.slot(number)
     begin, end = segment.start, segment.start + segment.numel
-    pointers = {layout.param_column: survey.param_pointers[i] + begin * survey.param_dtypes[i].itemsize}
+    pointers = {layout.param_column: survey.param_pointers[i] + begin * layout.param_dtype.itemsize}
     offsets, _ = columns_of(layout.widths, segment.numel)
     for kind, kept, (_, per), offset in zip(layout.columns, row.tensors, layout.widths, offsets, strict=True):
         part = kept.detach().view(-1)[begin // per : -(-end // per)]

@@ -549,7 +549,7 @@ class StateOnDisk(StateTier):
             return super().row(i, place, base)
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
-        pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
+        pointers = {layout.param_column: survey.param_pointers[i] + start * layout.param_dtype.itemsize}
         if isinstance(place, RecordSpan):
             for slot, offset in zip(place.slots, place.offsets, strict=True):
                 pointers.setdefault(slot.column, base + offset)
