@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from typing import Literal, NamedTuple, get_args
 
-from zerokern.core.errors import got, nearest
+from zerokern.core.errors import got, nearest, one_of
 
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
@@ -103,10 +103,7 @@ def master_of(dtype: str, master_format: str | None) -> str:
     default, allowed = MASTERS[dtype]
     if default == "own" or master_format is None:
         return default
-    if master_format not in allowed:
-        options = " | ".join(map(repr, allowed))
-        raise ValueError(got("master_format", master_format, f"{options} for {dtype} parameters"))
-    return master_format
+    return str(one_of("master_format", master_format, allowed, where=f" for {dtype} parameters"))
 
 
 def meant_tier(tier: object) -> str:

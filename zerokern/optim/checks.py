@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import did_you_mean, got, nearest
+from zerokern.core.errors import got, nearest
 from zerokern.optim import device
 from zerokern.zero.params import sharded_parameter_of
 
@@ -144,13 +144,6 @@ def ns_steps(name: str, value: Any) -> int:
     """Returns a number of iterations from 0 to 99, which is torch's bound."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 100:
         raise ValueError(got(name, value, "a whole number from 0 to 99"))
-    return value
-
-
-def one_of(allowed: Sequence[Any], name: str, value: Any) -> Any:
-    """Returns `value` if it is one of those that are allowed."""
-    if value not in allowed:
-        raise ValueError(got(name, value, " | ".join(map(repr, allowed)), did_you_mean(value, allowed)))
     return value
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
-from zerokern.core.errors import did_you_mean, got, whole_number
+from zerokern.core.errors import got, one_of, whole_number
 from zerokern.pages import markdown_table
 from zerokern.planner.amounts import gigabytes, in_seconds
 from zerokern.planner.footprint import Footprint
@@ -308,9 +308,7 @@ def _spans_of(plan: Footprint) -> int:
 
 
 def _program(shape: StepShape, name: str, tokens: int, *, plain: bool = False) -> StepProgram:
-    if name not in (NO_OFFLOAD, *SCHEDULES):
-        allowed = (NO_OFFLOAD, *SCHEDULES)
-        raise ValueError(got("schedule", name, " | ".join(map(repr, allowed)), did_you_mean(name, allowed)))
+    one_of("schedule", name, (NO_OFFLOAD, *SCHEDULES))
     spans = shape.spans(tokens)
     if name == NO_OFFLOAD:
         spans = [replace(span, measured=False) for span in spans]

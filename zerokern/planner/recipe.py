@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from zerokern.core.errors import did_you_mean, got, whole_number
+from zerokern.core.errors import did_you_mean, got, one_of, whole_number
 from zerokern.core.units import (
     AUTO,
     BLOCK,
@@ -141,17 +141,9 @@ class Recipe:
             param_dtype = getattr(mp_policy, "param_dtype", None)
             reduce_dtype = getattr(mp_policy, "reduce_dtype", None)
         name = "none" if optimizer is None else optimizer
-        if name not in OPTIMIZERS:
-            raise ValueError(
-                got("optimizer", optimizer, " | ".join(map(repr, OPTIMIZERS)), did_you_mean(optimizer, OPTIMIZERS))
-            )
-        there = OPTIMIZERS[name].state_formats
-        if state_format not in there:
-            near = did_you_mean(state_format, there)
-            raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, there))} with {name}", near))
-        if master_format is not None and master_format not in MASTER_FORMATS:
-            allowed = " | ".join(map(repr, (None, *MASTER_FORMATS)))
-            raise ValueError(got("master_format", master_format, allowed, did_you_mean(master_format, MASTER_FORMATS)))
+        one_of("optimizer", name, OPTIMIZERS)
+        one_of("state_format", state_format, OPTIMIZERS[name].state_formats, where=f" with {name}")
+        one_of("master_format", master_format, (None, *MASTER_FORMATS))
         param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
         state, state_ring, budgets = _tiers("tier", tier, auto=True)
@@ -166,8 +158,7 @@ class Recipe:
             raise ValueError(got("update", update, "'host' or 'device'", do))
         if update == "device" and state == "nvme" and not is_muon:
             raise ValueError(got("update", update, "'host' where tier= has a disk"))
-        if ns_dtype not in _NS_DTYPES:
-            raise ValueError(got("ns_dtype", ns_dtype, "None | 'bf16' | 'fp32'"))
+        one_of("ns_dtype", ns_dtype, _NS_DTYPES)
         whole_number("ns_steps", ns_steps, "a whole number from 0 to 99", least=0, most=99)
         if not is_muon and (ns_dtype is not None or ns_steps != 5):
             raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
@@ -437,8 +428,7 @@ class Arrangement:
         counts |= {"micro": "slices of a batch", "replicate": "ranks", "tp": "ranks", "pp": "ranks"}
         for name, what in counts.items():
             whole_number(name, getattr(self, name), f"a whole number of {what}, from 1 on")
-        if self.device not in ("cuda", "cpu"):
-            raise ValueError(got("device", self.device, "None | 'cuda' | 'cpu'"))
+        one_of("device", self.device, ("cuda", "cpu"))
 
     @property
     def ranks(self) -> int:
