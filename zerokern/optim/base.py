@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.comm import during
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError
 from zerokern.memory.interrupts import is_running, whole
 from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
@@ -144,10 +144,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        checks.refuse_other_kinds("max_grad_norm", value)
-        if value is not None and not float(value) > 0.0:
-            raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
-        self._max_grad_norm = None if value is None else float(value)
+        self._max_grad_norm = checks.norm_limit(value)
 
     @property
     def grad_norm(self) -> float | None:

@@ -53,6 +53,14 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
     return found
 
 
+def norm_limit(value: Any) -> float | None:
+    """Returns a limit of the norm, None for none."""
+    refuse_other_kinds("max_grad_norm", value)
+    if value is not None and not float(value) > 0.0:
+        raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
+    return None if value is None else float(value)
+
+
 def refuse_other_kinds(name: str, value: Any) -> None:
     """Raises for what float() reads and nobody means as a number: text, as a configuration file has it, and booleans.
 

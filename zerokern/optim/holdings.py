@@ -26,12 +26,12 @@ from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, Location, LocationsOf
 from zerokern.optim.matrices import group_of
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
-from zerokern.optim.placing import Placing, check_update, check_whole
+from zerokern.optim.placing import Placing, check_whole
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey, params_of
-from zerokern.schedule import Delayed, check_schedule, refuse_at_rest
+from zerokern.schedule import Delayed, check_schedule, check_update, refuse_at_rest, refuse_delayed
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.sharded import known_shard
@@ -95,7 +95,7 @@ class Holdings:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier, auto=True)
-        self.update = check_update(update, self.order, whole=algorithm.whole)
+        self.update = check_update(update, on_disk=self.order.config is not None, whole=algorithm.whole)
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
@@ -235,9 +235,8 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        if there and self.delays and self.update == "device":
-            do = "An update on the device has nothing to hide behind"
-            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", do))
+        if there and self.update == "device":
+            refuse_delayed(self.schedule)
         return self.delays or (there and not self.rests_on_device)
 
     def _check_whole(self, trained: Tensor) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from zerokern.core.errors import got, one_of, whole_number
@@ -180,11 +180,6 @@ class Forecast:
             yield f"Newton-Schulz takes {took} of each step, at the rate of forward and backward."
         if self.leaves_out:
             yield f"Not timed: {self.leaves_out}."
-
-    @cached_property
-    def vanishes(self) -> dict[str, int | None]:
-        """By schedule: the tokens per step and rank from which on the update costs less than 1 % of the step."""
-        return {schedule: found[SHARES[-1]] for schedule, found in self.needed.items()}
 
     def at(self, schedule: str, tokens: int) -> Prediction:
         """Returns one of the rows."""

@@ -18,7 +18,7 @@ from zerokern.core.units import (
     master_of,
     meant_tier,
 )  # fmt: skip
-from zerokern.schedule import Delayed, check_schedule
+from zerokern.schedule import Delayed, check_schedule, check_update, refuse_delayed
 from zerokern.zero.partition import shards_parameters
 
 __all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "mesh_sizes", "short"]
@@ -152,12 +152,7 @@ class Recipe:
         schedule, is_muon = check_schedule(schedule), name == "muon"
         if update is None:
             update = "device" if is_muon else "host"
-        if update not in ("host", "device"):
-            do = "`zerokern plan --update auto --hardware NAME` says which of them is faster"
-            do = do if update == "auto" else did_you_mean(update, ("host", "device"))
-            raise ValueError(got("update", update, "'host' or 'device'", do))
-        if update == "device" and state == "nvme" and not is_muon:
-            raise ValueError(got("update", update, "'host' where tier= has a disk"))
+        update = check_update(update, on_disk=state == "nvme", whole=is_muon)
         one_of("ns_dtype", ns_dtype, _NS_DTYPES)
         whole_number("ns_steps", ns_steps, "a whole number from 0 to 99", least=0, most=99)
         if not is_muon and (ns_dtype is not None or ns_steps != 5):
@@ -167,7 +162,7 @@ class Recipe:
             tier=state, ring_nbytes=state_ring, budgets=budgets,
             param_tier=params, param_ring_nbytes=param_ring, param_budgets=param_budgets,
             keep=kept, keep_ring_nbytes=keep_ring, keep_budgets=keep_budgets,
-            schedule=schedule, update=str(update), ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps,
+            schedule=schedule, update=update, ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps,
         )  # fmt: skip
 
     def check_matrices(self, device: str, stage: int, world: int) -> None:
@@ -326,9 +321,7 @@ class Recipe:
             allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
             raise ValueError(got("schedule", self.schedule, allowed, advice))
         if self.streams(device):
-            if self.delays:
-                advice = "An update on the device has nothing to hide behind"
-                raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", advice))
+            refuse_delayed(self.schedule)
             return False
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
