@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError, got, one_of
 from zerokern.memory import staging
-from zerokern.memory.staging import EMULATED_DRIVERS, check_stream_name
+from zerokern.memory.staging import EMULATED_DRIVERS
 
 __all__ = ["PlayedDevice", "PlayedMark", "PlayedStream"]
 
@@ -280,7 +280,7 @@ class PlayedDevice:
     def stream(self, name: str) -> PlayedStream:
         """The stream of this name: "down" is for copies to the host, "up" for copies from it."""
         with self._naming:
-            if check_stream_name(name) not in self._named:
+            if one_of("name", name, staging.STREAMS) not in self._named:
                 self._named[name] = self._new(name)
             return self._named[name]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,6 @@ def _write(path: Path, traced: Sequence[Traced]) -> None:
     events: list[dict[str, Any]] = []
     for number, one in enumerate(traced):
         begin = min(event.begin_ns for event in one.events)
-        moved = [event._replace(begin_ns=event.begin_ns - begin, end_ns=event.end_ns - begin) for event in one.events]
+        moved = [replace(event, begin_ns=event.begin_ns - begin, end_ns=event.end_ns - begin) for event in one.events]
         events += trace_events(moved, number, one.program, name=one.title)
     write_trace(path, events, {"command": " ".join(sys.argv)})

@@ -28,10 +28,10 @@ def test_every_element_has_one_place_of_its_own(seed: int) -> None:
         end = 0
         for segment in segments:
             assert segment.offset >= end and segment.offset % ALIGNMENT == 0
-            assert segment.start == covered[segment.span] and segment.start % 128 == 0
+            assert segment.start == covered[segment.param] and segment.start % 128 == 0
             assert segment.numel > 0
-            covered[segment.span] += segment.numel
-            end = segment.offset + columns(widths[segment.span], segment.numel)[1]
+            covered[segment.param] += segment.numel
+            end = segment.offset + columns(widths[segment.param], segment.numel)[1]
         assert nbytes - PAGE < end <= nbytes
     assert covered == [numel if mine else 0 for numel, mine in zip(numels, widths, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What a tier promises, on each: beside what computes, in host memory, on disk, and a toy that is late and disordered.
+"""What a tier promises, on each: in host memory, on disk, and a toy that is late and disordered.
 
 Whoever adds a tier adds it to `TIERS`. That parameters, gradients, state and kept inputs rest by these promises alone:
 `test_toy_tier.py`.
@@ -19,7 +19,7 @@ from toy_tier import Toy
 from zerokern.core.errors import BudgetError, StateError
 from zerokern.io import Nvme, Store
 from zerokern.io import tier as disk
-from zerokern.memory import DeviceTier, HostTier, Wanted
+from zerokern.memory import HostTier, Wanted
 
 BUDGET = 1 << 20
 SOME = [
@@ -30,7 +30,6 @@ SOME = [
 ]
 LARGE = Wanted("inputs", torch.Size([BUDGET // 2]), torch.uint8)
 TIERS: dict[str, Callable[[Path], Any]] = {
-    "device": lambda folder: DeviceTier(torch.device("cpu"), "test", budget=BUDGET),
     "cpu": lambda folder: HostTier("test", budget=BUDGET),
     "nvme": lambda folder: Nvme(folder, budget=BUDGET, ring_nbytes="1M").open("", "test"),
     "toy": lambda folder: Toy(seed=7, budget=BUDGET).open("", "test"),

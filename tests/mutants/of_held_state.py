@@ -238,7 +238,7 @@ MUTANTS = (
     Mutant(
         "delayed_updates_on_a_device_hide_behind_nothing",
         "zerokern/optim/holdings.py",
-        'if there and self.delays and self.update == "device":',
+        'if there and self.update == "device":',
         "if False:",
         "zk.Delayed() with update='device' is taken, though it keeps updates back for nothing.",
         ("tests/optim/test_update_device.py::test_what_is_not_done_is_refused",),
@@ -326,8 +326,8 @@ MUTANTS = (
     Mutant(
         "pieces_are_of_the_turn_of_their_last_row",
         "zerokern/optim/beside.py",
-        "self._turns = [far[segments[0].span][0] for segments, _ in pieces]",
-        "self._turns = [far[segments[-1].span][0] for segments, _ in pieces]",
+        "self._turns = [far[segments[0].param][0] for segments, _ in pieces]",
+        "self._turns = [far[segments[-1].param][0] for segments, _ in pieces]",
         "A forward uses parameters that share a piece with those of a later turn before they are updated.",
         ("tests/optim/test_update_beside.py::test_a_forward_waits_for_its_own_part_and_runs_beside_the_next",),
     ),

@@ -133,10 +133,10 @@ def test_every_op_and_edge_of_pieces(
     training.synchronize()
     device.close()
     names = {str(unit): f"parameters {unit} to {unit}" for unit in range(3)}
-    events = [event._replace(what=names.get(event.what, event.what)) for event in recorder.events]
+    events = [replace(event, what=names.get(event.what, event.what)) for event in recorder.events]
     last = [event for event in events if event.verb == "Step" and is_last(event)]  # of its part: it frees the gradient
     events = [event for event in events if event not in last]
-    events += [event._replace(end_ns=at) for event, at in zip(last, read, strict=True)]
+    events += [replace(event, end_ns=at) for event, at in zip(last, read, strict=True)]
     events.sort(key=lambda event: event.begin_ns)
     runs = submitted(recorder)
     assert {op.what for op in runs[0].program.ops if op.verb == "Step"} == {

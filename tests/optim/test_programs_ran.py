@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,10 +55,10 @@ def test_every_op_and_edge_on_a_device(
     training.synchronize()
     device.close()
     names = {str(unit): f"parameters {unit} to {unit}" for unit in range(3)}
-    events = [event._replace(what=names.get(event.what, event.what)) for event in recorder.events]
+    events = [replace(event, what=names.get(event.what, event.what)) for event in recorder.events]
     steps = [event for event in events if event.verb == "Step"]
     events = [event for event in events if event.verb != "Step"]
-    events += [event._replace(end_ns=at) for event, at in zip(steps, read, strict=True)]
+    events += [replace(event, end_ns=at) for event, at in zip(steps, read, strict=True)]
     runs = submitted(recorder)
     the_same_ops([event for event in events if event.step <= STEPS], runs[:STEPS], model_since=STEPS + 1)
     every_edge_held(events, runs, range(2, STEPS + 1))
@@ -287,7 +288,8 @@ def updated_as_simulated(
     assert edges_of(program, records) == edges_of(planned, records)
     assert {"Norm", "Step", "Publish"} <= {op.verb for op in program.ops}
     mine = [(op.lane, op.verb, op.what, op.nbytes) for op in program.ops if op.verb not in COMPUTE | BY_MODEL]
-    ran = [event[1:4] + event[6:7] for event in events if event.step == STEPS - 1 and event.verb not in BY_MODEL]
+    of_step = [event for event in events if event.step == STEPS - 1 and event.verb not in BY_MODEL]
+    ran = [(event.lane, event.verb, event.what, event.nbytes) for event in of_step]
     # for parameters that come for compute see the next test
     assert sorted(one for one in ran if not one[2].endswith("parameters on disk")) == sorted(mine)
     for lane in ("cpu", "write"):
@@ -297,7 +299,7 @@ def updated_as_simulated(
 
 def every_edge_of_the_update_held(events: Sequence[Event], runs: Sequence[Submitted]) -> None:
     """But for those of records: a Step of many transfers notes when the first of them begins and the last one ends."""
-    seen = {event[:1] + event[2:4]: event for event in events if not event.what.endswith(" record")}
+    seen = {(event.step, event.verb, event.what): event for event in events if not event.what.endswith(" record")}
     checked = set()
     for number in range(3, STEPS):
         ops = runs[number - 1].program.ops

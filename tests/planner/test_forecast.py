@@ -70,7 +70,7 @@ class TestPublished:
     @pytest.mark.parametrize("formats, nbytes, says", [(EXACT, 30, 20_000), (SMALL, 16.1, 11_000)])
     def test_where_the_update_vanishes(self, formats: dict, nbytes: float, says: int) -> None:
         """T* = s F / 6 tokens; s: seconds per parameter of host memory at 150 GB/s, with copies; F = 600 TFLOPS."""
-        found = predicted("1B", H200, *TOKENS, needed=True, tier="cpu", **formats).vanishes["delayed"]
+        found = predicted("1B", H200, *TOKENS, needed=True, tier="cpu", **formats).needed["delayed"][0.99]
         assert found == pytest.approx(nbytes / 150e9 * 600e12 / 6, rel=0.05)
         assert found == pytest.approx(says, rel=0.15)
 
@@ -190,4 +190,4 @@ class TestSettings:
         assert len([line for line in text.splitlines() if line.startswith("| 32,768 | ")]) == 1 + len(SCHEDULES)
         assert "not a measurement" in text
         assert numbers["machine"] == "h200-pcie" and len(numbers["predictions"]) == len(TOKENS) * (1 + len(SCHEDULES))
-        assert numbers["tokens_needed"]["delayed"]["0.99"] == found.vanishes["delayed"]
+        assert numbers["tokens_needed"]["delayed"]["0.99"] == found.needed["delayed"][0.99]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.storage import Column, SavePlanner
 from zerokern.core.errors import BudgetError
-from zerokern.memory.arena import Arena
+from zerokern.memory import HostTier, Wanted
 from zerokern.memory.layout import nbytes_of, offsets_of
 from zerokern.memory.room import amount, memory_left
 
@@ -228,7 +228,6 @@ class StagedPlanner(SavePlanner):
         self._staged = False
         self._copies: dict[MetadataIndex, Tensor] = {}
         self._streams = False  # whether items on disk are written first
-        self._arena: Arena | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -256,8 +255,6 @@ class StagedPlanner(SavePlanner):
             work()
         finally:
             self._copies = {}
-            if self._arena is not None:
-                self._arena.close(force=True)
             self._free.set()
 
     def wait_until_free(self, saving: Saving) -> None:
@@ -294,14 +291,11 @@ class StagedPlanner(SavePlanner):
         """
         nbytes = nbytes_of(wanted)
         self._refuse(nbytes)
-        if not nbytes:
-            return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
+        if pinned or not nbytes:
+            room = HostTier("zk.save(wait=False)")
+            return room.lay_out([Wanted("copies", torch.Size(shape), dtype) for shape, dtype in wanted])
         offsets, _ = offsets_of(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
-        if pinned:
-            self._arena = Arena(nbytes)
-            whole = self._arena.lease(nbytes, "zk.save(wait=False)").tensor()
-        else:
-            whole = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+        whole = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
         return [
             whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for at, (shape, dtype) in zip(offsets, wanted, strict=True)

@@ -27,7 +27,7 @@ from zerokern.checkpoint.training_state import (
 )
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
-from zerokern.memory import DeviceTier, Wanted
+from zerokern.memory import DevicePool, Wanted
 from zerokern.memory.arena import resident_later
 from zerokern.memory.here import Cuboid, Here
 from zerokern.memory.room import exceeds_half_of_memory
@@ -132,7 +132,7 @@ class Restore:
         batch, self._extra = self._extra, Batch()
         copied = [(plan, list(boxes_of(plan.source, plan.tensor))) for plan in self._plans_apart()]
         wanted = [Wanted("copies", one.shape, one.dtype) for _, parts in copied for _, one in parts]
-        made = iter(DeviceTier(torch.device("cpu"), "copies of parameters").lay_out(wanted))
+        made = iter(DevicePool(torch.device("cpu")).lay_out(wanted, "copies of parameters"))
         for plan, parts in copied:
             targets = BoxTargets(plan.tensor.shape, [(tuple(offsets), next(made)) for offsets, _ in parts])
             batch.items.append((plan.source, targets))

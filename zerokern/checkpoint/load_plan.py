@@ -100,10 +100,10 @@ class LoadPlan:
                 name, _, last = key.removeprefix("optim.state.").rpartition(".")
                 self._state.setdefault(name, {})[last] = self._row(key)
         saved, count = list(source.values.get("optimizers") or ()), len(target.optimizers)
-        self._optimizers = saved if len(saved) == count else [{} for _ in target.optimizers]
+        saved = saved if len(saved) == count else [{} for _ in target.optimizers]
         # Decoded here, for it is too late to refuse when all else is loaded.
         with reject_invalid(source.path, TypeError, of="'optimizers'"):
-            self.beside = self._plan_beside()  # the optimizer state that is not a tensor, by parameter
+            self.beside = self._plan_beside(saved)  # the optimizer state that is not a tensor, by parameter
         modules, states = extra_states(target.model), source.values.get("extra_state") or {}
         with reject_invalid(source.path, TypeError, ValueError, of="'extra_state'"):
             self.extra_states = {  # what modules keep besides tensors (`get_extra_state`)
@@ -112,7 +112,7 @@ class LoadPlan:
                 if name in modules and state is not None
             }
         with reject_invalid(source.path, TypeError, of="'groups' and 'optimizers'"):
-            self.groups = self._plan_groups()
+            self.groups = self._plan_groups(saved)
         self.states: list[dict[int, StatePlan]] = [{} for _ in target.optimizers]
         self._kinds: dict[str, dict[str, torch.dtype]] = {}  # what state parameters will have, by name
         if not self.differences:
@@ -223,9 +223,9 @@ class LoadPlan:
                     "here, or tie them before saving"
                 )
 
-    def _plan_beside(self) -> list[dict[str, dict[str, Any]]]:
+    def _plan_beside(self, kept: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
         made = []
-        for optimizer, names in zip(self._optimizers, self.target.params, strict=True):
+        for optimizer, names in zip(kept, self.target.params, strict=True):
             saved = {name: dict(entry.items()) for name, entry in optimizer.get("beside", {}).items()}
             mine = {name: saved[there] for name in names if (there := self._saved_name(name)) in saved}
             made.append(
@@ -233,7 +233,7 @@ class LoadPlan:
             )
         return made
 
-    def _plan_groups(self) -> list[list[dict[str, Any]]]:
+    def _plan_groups(self, kept: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Returns the saved param_groups of each optimizer, with values converted to the types that the optimizer
         uses."""
         optimizers, saved = self.target.optimizers, self.source.values.get("groups")
@@ -256,9 +256,7 @@ class LoadPlan:
             self.differences.append(f"it holds the same optimizers in other order; pass {passed}")
             return [[] for _ in optimizers]
         made = []
-        for optimizer, groups, names, own in zip(
-            optimizers, saved, self.target.names_by_group, self._optimizers, strict=True
-        ):
+        for optimizer, groups, names, own in zip(optimizers, saved, self.target.names_by_group, kept, strict=True):
             fitting = self._match_groups(optimizer, groups, names)
             if fitting is not None:
                 self.differences += optimizer.differences(fitting, own)

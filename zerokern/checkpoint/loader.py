@@ -20,7 +20,7 @@ from zerokern.checkpoint.progress import Progress
 from zerokern.checkpoint.ranks import Ranks, absolute_path, open_same, refuse_unusable
 from zerokern.checkpoint.source import Source, open_checkpoint, reject_invalid
 from zerokern.checkpoint.training_state import TrainingState, named_tensors
-from zerokern.core.errors import did_you_mean, got
+from zerokern.core.errors import one_of
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["load"]
@@ -71,9 +71,7 @@ def load(
 
     def given() -> dict[str, Any]:
         refuse_unusable(model, lossy=lossy, rng=rng)
-        if verify not in ("first", "reading"):
-            near = did_you_mean(verify, ("first", "reading"))
-            raise ValueError(got("verify", verify, "'first' or 'reading'", near))
+        one_of("verify", verify, ("first", "reading"))
         stages = {"stages": isinstance(model, PartialModel)}
         return {"path": str(absolute_path(path)), "verify": verify, "lossy": lossy, "rng": rng, **stages}
 

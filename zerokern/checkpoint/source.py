@@ -26,14 +26,14 @@ from zerokern.core.errors import IoError, StateError, ZerokernError, got
 from zerokern.core.ports import plugs
 from zerokern.io.advice import refusing
 from zerokern.io.ticket import again
-from zerokern.memory.here import boxes
+from zerokern.memory.here import boxes, runs
 
 __all__ = [
     "BoxRead", "BoxTargets", "Items", "Report", "Saved", "Source", "box_reads", "boxes_of", "dtype_name", "no_report",
     "open_checkpoint", "reject_invalid",
 ]  # fmt: skip
 
-ROW = 8 * BLOCK  # bytes: what lies between two rows that are shorter is read as well
+ROW = 8 * BLOCK  # bytes: what lies between two rows that are shorter is read as well, which is cheaper than two reads
 Report = Callable[[int], object]  # called with how many bytes have been moved since the last time
 Items = Mapping[str, Any] | Sequence[tuple[str, Any]]  # what to read into, by our keys: tensors, and `BoxTargets`
 
@@ -354,36 +354,6 @@ def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> T
     for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, at, size)
     return tensor
-
-
-def runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], row: int) -> Iterator[tuple[int, int]]:
-    """Yields spans (first, numel) of a flat box with `sizes` that cover its part at `offsets` of `lengths`, with few
-    gaps.
-
-    Gaps of at most `row` elements between two rows are read as well, which is cheaper than two reads.
-
-    >>> list(runs((4, 6), (1, 0), (2, 6), row=100)), list(runs((4, 6), (1, 2), (2, 3), row=100))
-    ([(6, 12)], [(8, 9)])
-    >>> list(runs((4, 6), (1, 2), (2, 3), row=5))
-    [(8, 3), (14, 3)]
-    """
-    if not prod(lengths):
-        return
-    if not sizes:
-        yield 0, 1
-        return
-    inner = prod(sizes[1:])
-    if inner > row and tuple(lengths[1:]) != tuple(sizes[1:]):
-        for at in range(offsets[0], offsets[0] + lengths[0]):
-            for first, numel in runs(sizes[1:], offsets[1:], lengths[1:], row):
-                yield at * inner + first, numel
-        return
-    stride, first, last = prod(sizes), 0, 0
-    for size, offset, length in zip(sizes, offsets, lengths, strict=True):
-        stride //= size
-        first += offset * stride
-        last += (offset + length - 1) * stride
-    yield first, last - first + 1
 
 
 def copy_into_box(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:

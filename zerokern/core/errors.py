@@ -10,10 +10,11 @@ import sys
 import warnings
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 __all__ = [
     "BackendError", "BudgetError", "CommError", "IoError", "KernelError", "ShardError", "StateError", "ZerokernError",
-    "adapter_of_caller", "did_you_mean", "got", "nearest", "say_once", "warn", "whole_number",
+    "adapter_of_caller", "did_you_mean", "got", "nearest", "one_of", "say_once", "warn", "whole_number",
 ]  # fmt: skip
 
 OURS = "zerokern.integrations."
@@ -174,6 +175,25 @@ def whole_number(argument: str, value: object, allowed: str = "", *, least: int 
     """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(got(argument, value, allowed or f"a whole number from {least} on"))
+    return value
+
+
+def one_of(argument: str, value: Any, allowed: Iterable[Any], *, where: str = "", advice: str = "") -> Any:
+    """Returns a value that is among those that are `allowed`, or raises ValueError that lists them.
+
+    `where`: what follows the list. `advice`: instead of the one that was perhaps meant.
+
+    >>> one_of("engine", "uring", ("uring", "threads"))
+    'uring'
+    >>> one_of("engine", "urng", ("uring", "threads"))
+    Traceback (most recent call last):
+    ...
+    ValueError: engine='urng': must be 'uring' | 'threads'. Did you mean 'uring'?
+    """
+    known = list(allowed)
+    if value not in known:
+        listed = " | ".join(map(repr, known))
+        raise ValueError(got(argument, value, f"{listed}{where}", advice or did_you_mean(value, known)))
     return value
 
 

@@ -1,17 +1,17 @@
-"""Units that all layers share: the block of int8 state, formats, ring sizes, and numbers of bytes ("8GB", "8GiB"). The
-values of public arguments are types, so that a type checker finds `stage=4`."""
+"""Units that all layers share: the block of int8 state, a piece of a parameter, formats, ring sizes, and numbers of
+bytes ("8GB", "8GiB"). The values of public arguments are types, so that a type checker finds `stage=4`."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-from zerokern.core.errors import got, nearest
+from zerokern.core.errors import got, nearest, one_of
 
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
-    "STATE_FORMATS", "MasterFormat", "Publish", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update",
+    "STATE_FORMATS", "MasterFormat", "Piece", "Publish", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update",
     "in_units", "itemsize", "master_of", "meant_tier", "parse_nbytes", "refuse_bare",
 ]  # fmt: skip
 
@@ -58,6 +58,21 @@ LEAST_BARE = 10**6  # bytes that anybody writes in digits alone, as text
 MOST, _LONGEST = (1 << 63) - 1, 100  # what native calls can count, and digits
 
 
+class Piece(NamedTuple):
+    """Elements [start, start + numel) of the parameter of this number, at `offset` of what holds several: a bucket, a
+    record, a slot."""
+
+    param: int
+    start: int
+    numel: int
+    offset: int
+
+    @property
+    def elements(self) -> slice:
+        """Its elements, in the parameter as a vector."""
+        return slice(self.start, self.start + self.numel)
+
+
 def parse_nbytes(argument: str, value: object) -> int:
     """Parses bytes from a whole number, or from text. GB is 1000^3; GiB, and G alone, is 1024^3.
 
@@ -88,10 +103,7 @@ def master_of(dtype: str, master_format: str | None) -> str:
     default, allowed = MASTERS[dtype]
     if default == "own" or master_format is None:
         return default
-    if master_format not in allowed:
-        options = " | ".join(map(repr, allowed))
-        raise ValueError(got("master_format", master_format, f"{options} for {dtype} parameters"))
-    return master_format
+    return str(one_of("master_format", master_format, allowed, where=f" for {dtype} parameters"))
 
 
 def meant_tier(tier: object) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zerokern.core import native
-from zerokern.core.errors import BackendError, got, say_once, whole_number
+from zerokern.core.errors import BackendError, got, one_of, say_once, whole_number
 
 if TYPE_CHECKING:
     from zerokern.memory import Arena
@@ -185,8 +185,7 @@ def why_no_uring() -> str:
 
 def check_settings(kind: str, depth: int, block: int) -> None:
     """Raises ValueError for settings that no engine can have."""
-    if kind not in KINDS:
-        raise ValueError(got("engine", kind, ", ".join(map(repr, KINDS))))
+    one_of("engine", kind, KINDS)
     whole_number("depth", depth, f"a whole number of blocks in flight, from 1 to {MOST_DEPTH}", most=MOST_DEPTH)
     if isinstance(block, bool) or not isinstance(block, int) or block % 4096 or not 4096 <= block <= MOST_BLOCK:
         raise ValueError(got("block", block, f"a multiple of 4096 bytes, at most {MOST_BLOCK}"))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from zerokern.core.units import BLOCK
+from zerokern.core.units import BLOCK, Piece
 
-__all__ = ["ALIGNMENT", "PAGE", "Content", "Segment", "Width", "columns", "plan"]
+__all__ = ["ALIGNMENT", "PAGE", "Content", "Width", "columns", "plan"]
 
 ALIGNMENT = 64
 PAGE = 4096
@@ -25,22 +25,9 @@ class Width(NamedTuple):
     per: int
 
 
-class Segment(NamedTuple):
-    """`numel` elements of a span from `start` on, a multiple of 128, whose columns lie at `offset` of a record."""
-
-    span: int
-    start: int
-    numel: int
-    offset: int
-
-    @property
-    def elements(self) -> slice:
-        """Its elements, in the span as a vector."""
-        return slice(self.start, self.start + self.numel)
-
-
-Content = tuple[tuple[Segment, ...], int]
-"""What one record holds, and its bytes."""
+Content = tuple[tuple[Piece, ...], int]
+"""What one record holds, of which spans, and its bytes. Each piece begins at a multiple of 128; its columns lie at its
+offset."""
 
 
 @lru_cache(maxsize=4096)
@@ -66,10 +53,10 @@ def plan(
     they need no bounce buffer.
 
     >>> plan([100, 1000], [(Width(4, 1),)] * 2, 4096)[0]
-    ((Segment(span=0, start=0, numel=100, offset=0), Segment(span=1, start=0, numel=896, offset=448)), 4096)
+    ((Piece(param=0, start=0, numel=100, offset=0), Piece(param=1, start=0, numel=896, offset=448)), 4096)
     """
     records: list[Content] = []
-    segments: list[Segment] = []
+    segments: list[Piece] = []
     used = 0
     for span, (numel, mine) in enumerate(zip(numels, widths, strict=True)):
         start = 0
@@ -84,7 +71,7 @@ def plan(
             if not count or not (cuts or worthwhile):
                 what = BLOCK if cuts else numel
                 raise ValueError(f"a slot of {slot_nbytes} B cannot hold the state of {what} elements")
-            segments.append(Segment(span, start, count, used))
+            segments.append(Piece(span, start, count, used))
             used += columns(mine, count)[1]
             start += count
     return [*records, (tuple(segments), _rounded_up(used, PAGE))] if segments else records

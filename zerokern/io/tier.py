@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zerokern.core.errors import StateError, ZerokernError, got, warn
+from zerokern.core.errors import StateError, ZerokernError, got, one_of, warn
 from zerokern.core.units import RING_NBYTES, parse_nbytes
 from zerokern.io.engine import KINDS
 from zerokern.io.files import refuse_unusable
@@ -63,8 +63,7 @@ class Nvme:
         engine: str = "auto",
         checksum: bool = False,
     ) -> None:
-        if engine not in KINDS:
-            raise ValueError(got("engine", engine, ", ".join(map(repr, KINDS))))
+        one_of("engine", engine, KINDS)
         ring = parse_nbytes("ring_nbytes", ring_nbytes)
         if ring < LEAST_RING:
             raise ValueError(got("ring_nbytes", ring_nbytes, f"at least {LEAST_RING} bytes"))
@@ -117,11 +116,6 @@ class NvmeTier:
         self._made, self._opened = next(_moments), -1
         self._closed, self._pid = "", os.getpid()  # why nothing can be done with it any more
         self.gives_way: Callable[[], str] | None = None
-
-    @property
-    def budget(self) -> int | None:
-        """The most bytes of the files, which are allocated at once."""
-        return self.config.budget
 
     @property
     def is_open(self) -> bool:

@@ -5,17 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import got
+from zerokern.core.errors import one_of
 from zerokern.kernels import checks, cpu, formats, reference_codecs
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 
 __all__ = ["decode_int8", "encode_int8", "join", "split"]
-
-
-def _kind(kind: str) -> str:
-    if kind not in formats.CODES:
-        raise ValueError(got("kind", kind, "'exp_avg' or 'exp_avg_sq'"))
-    return kind
 
 
 def _convert(family: str, verb: str, kind: str, x: Tensor, codes: Tensor, aux: Tensor) -> None:
@@ -36,10 +30,11 @@ def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) ->
     (tensor([127, -85], dtype=torch.int8), tensor([1.]))
     """
     checks.tensor("x", x, (torch.float32,))
+    one_of("kind", kind, formats.CODES)
     with implementation(impl, x.device) as family:
         if family == REFERENCE:
-            return reference_codecs.encode_int8(x, _kind(kind))
-        codes = torch.empty_like(x, dtype=formats.CODES[_kind(kind)])
+            return reference_codecs.encode_int8(x, kind)
+        codes = torch.empty_like(x, dtype=formats.CODES[kind])
         scale = torch.empty(formats.blocks(x.numel()), device=x.device)
         _convert(family, "encode", kind, x, codes, scale)
         return codes, scale
@@ -51,7 +46,7 @@ def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: st
     >>> zk.kernels.decode_int8(torch.tensor([127, 0], dtype=torch.int8), torch.tensor([2.0]))
     tensor([2., 0.])
     """
-    checks.tensor("codes", codes, (formats.CODES[_kind(kind)],))
+    checks.tensor("codes", codes, (formats.CODES[one_of("kind", kind, formats.CODES)],))
     checks.tensor("scale", scale, (torch.float32,), formats.blocks(codes.numel()), why=formats.PER_BLOCK)
     with implementation(impl, checks.one_device([("codes", codes), ("scale", scale)])) as family:
         if family == REFERENCE:
@@ -68,8 +63,7 @@ def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Te
     (tensor([1.0078], dtype=torch.bfloat16), tensor([-32768], dtype=torch.int16))
     """
     checks.tensor("x", x, (torch.float32,))
-    if master_format not in formats.REMAINDERS:
-        raise ValueError(got("master_format", master_format, "'split16' or 'split8'"))
+    one_of("master_format", master_format, formats.REMAINDERS)
     with implementation(impl, x.device) as family:
         if family == REFERENCE:
             return reference_codecs.split(x, master_format)

@@ -12,9 +12,9 @@ from zerokern.memory.layout import FreeSpans
 from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.ring import Ring, Slot, flowing
 from zerokern.memory.staging import CudaDriver
-from zerokern.memory.tier import DeviceTier, HostTier, Tier, TierConfig, Wanted
+from zerokern.memory.tier import DevicePool, HostTier, Tier, TierConfig, Wanted
 
 __all__ = [
-    "Arena", "Copies", "CudaDriver", "DeviceTier", "FreeSpans", "HostTier", "Lease", "Rest", "Rests",
+    "Arena", "Copies", "CudaDriver", "DevicePool", "FreeSpans", "HostTier", "Lease", "Rest", "Rests",
     "Ring", "Slot", "Tier", "TierConfig", "Wanted", "flowing",
 ]  # fmt: skip

@@ -101,8 +101,6 @@ class BlockTier:
     block.
     """
 
-    budget = None
-
     def __init__(self, blocks: BlockPool, copies: Copies, behind: Tier[Any] | None = None) -> None:
         self.blocks, self.copies, self.behind = blocks, copies, behind
         self._held: Counter[str] = Counter()

@@ -87,12 +87,13 @@ class Here:
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Returns these elements as runs: (start in the tensor, numel, first among these elements)."""
-        end, local_runs = self.start + self.numel, []
-        for at, numel, first in runs(self.shape, self.offsets, self.sizes):
+        first, end, local_runs = 0, self.start + self.numel, []
+        for at, numel in runs(self.shape, self.offsets, self.sizes):
             begin = max(first, self.start)
             count = min(first + numel, end) - begin
             if count > 0:
                 local_runs.append((at + begin - first, count, begin - self.start))
+            first += numel
         return local_runs
 
     def alike(self, other: Here) -> bool:
@@ -152,23 +153,34 @@ def _within(
     yield from _cut((*fixed, number), shape[1:], begin - shift, end - shift, first - shift)
 
 
-def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns the elements of a box, in its own order, as (start in the tensor, numel, first within the box).
+def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], gap: int = 0) -> Iterator[tuple[int, int]]:
+    """Yields the elements of a box, in its own order, as runs: (start in the tensor, numel).
 
-    >>> runs((3, 4), (1, 0), (2, 4)), runs((3, 4), (0, 2), (2, 2))
-    ([(4, 8, 0)], [(2, 2, 0), (6, 2, 2)])
+    `gap`: rows of so many elements or less are one run with what lies between two of them.
+
+    >>> list(runs((3, 4), (1, 0), (2, 4))), list(runs((3, 4), (0, 2), (2, 2)))
+    ([(4, 8)], [(2, 2), (6, 2)])
+    >>> list(runs((4, 6), (1, 2), (2, 3), gap=100)), list(runs((4, 6), (1, 2), (2, 3), gap=5))
+    ([(8, 9)], [(8, 3), (14, 3)])
     """
     if not math.prod(sizes):
-        return []
-    whole = len(shape)  # the dimensions from here on are consecutive elements of the tensor
-    while whole and (whole == len(shape) or sizes[whole] == shape[whole]):
-        whole -= 1
-    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    numel = math.prod(sizes[whole:])
-    begins = [sum(offset * step for offset, step in zip(offsets, steps, strict=True))]
-    for dim in range(whole):
-        begins = [begin + index * steps[dim] for begin in begins for index in range(sizes[dim])]
-    return [(begin, numel, place * numel) for place, begin in enumerate(begins)]
+        return
+    if not shape:
+        yield 0, 1
+        return
+    inner = math.prod(shape[1:])
+    if inner > gap and tuple(sizes[1:]) != tuple(shape[1:]):
+        rows = list(runs(shape[1:], offsets[1:], sizes[1:], gap))
+        for at in range(offsets[0], offsets[0] + sizes[0]):
+            for first, numel in rows:
+                yield at * inner + first, numel
+        return
+    stride, first, last = math.prod(shape), 0, 0
+    for length, offset, size in zip(shape, offsets, sizes, strict=True):
+        stride //= length
+        first += offset * stride
+        last += (offset + size - 1) * stride
+    yield first, last - first + 1
 
 
 def write_items(fqn: str, shape: torch.Size, dtype: torch.dtype, cuboids: Sequence[Cuboid]) -> list[Any]:

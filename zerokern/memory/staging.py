@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerokern.core.errors import BackendError, got
+from zerokern.core.errors import BackendError, got, one_of
 from zerokern.kernels.triton.backend import beside_captures
 from zerokern.memory.pairs import Pairs
 from zerokern.memory.runtime import runtime_library
 from zerokern.memory.span_copies import SpanCopies
 
 __all__ = [
-    "EMULATED_DRIVERS", "STREAMS", "CudaDriver", "CudaMark", "Ticket", "check_stream_name", "cuda_driver", "driver_of",
+    "EMULATED_DRIVERS", "STREAMS", "CudaDriver", "CudaMark", "Ticket", "cuda_driver", "driver_of",
     "stream_gate", "stream_ticket",
 ]  # fmt: skip
 
@@ -156,7 +156,7 @@ class CudaDriver:
 
         Its priority is high: a kernel that copies is not to come behind all blocks of one that computes.
         """
-        key = self.device.index, check_stream_name(name)
+        key = self.device.index, one_of("name", name, STREAMS)  # names are few, so that streams are
         with _MAKING:
             if key not in _CUDA_STREAMS:
                 _CUDA_STREAMS[key] = torch.cuda.Stream(self.device, priority=-1)
@@ -214,17 +214,6 @@ class CudaDriver:
 
     def _this_or_current(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is None else stream
-
-
-def check_stream_name(name: str) -> str:
-    """Returns the name of a stream, or raises: names are few, so that streams are.
-
-    >>> check_stream_name("gather")
-    'gather'
-    """
-    if name not in STREAMS:
-        raise ValueError(got("name", name, ", ".join(map(repr, STREAMS))))
-    return name
 
 
 def cuda_driver(device: torch.device) -> CudaDriver:

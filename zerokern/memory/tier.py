@@ -1,5 +1,5 @@
-"""Tiers, in which parts of a training state rest between their uses: "device", "cpu" (host memory), or what a
-`TierConfig` opens, such as a disk (`zerokern.io.tier`).
+"""Tiers, in which parts of a training state rest between their uses: "cpu" (host memory), or what a `TierConfig` opens,
+such as a disk (`zerokern.io.tier`); and memory beside what computes (`DevicePool`), where nothing has to be fetched.
 
 Memory is zeroed and laid out as `memory/layout.py` computes it, so that a plan and the system agree to the page. Each
 tensor has a storage of its own size, because saving a tensor saves its storage. What does not fit into host memory is
@@ -32,7 +32,7 @@ from zerokern.memory.room import amount, check_fits
 from zerokern.memory.staging import Ticket, stream_ticket
 
 __all__ = [
-    "AnyTier", "DevicePool", "DeviceTier", "HostTier", "OpenedTier", "Tier", "TierConfig", "Wanted", "check_tier",
+    "AnyTier", "DevicePool", "HostTier", "OpenedTier", "Tier", "TierConfig", "Wanted", "check_tier",
     "config_of", "name_of",
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ class Tier(Protocol[Part]):
 
     A part is what `lay_out` returns: in memory the tensor itself, elsewhere whatever the tier makes of it. Transfers
     have tickets; those of one part happen in the order of the calls, and `after` is one more to come after. What has
-    not been stored yet is not to be fetched. `budget`: the most bytes that may rest there; None: what there is.
+    not been stored yet is not to be fetched.
 
     >>> tier: Tier[Tensor] = HostTier("example", budget=1 << 20)
     >>> (part,) = tier.lay_out([Wanted("weights", torch.Size([3]), torch.float32)])
@@ -67,9 +67,6 @@ class Tier(Protocol[Part]):
     {'weights': 12}
     {}
     """
-
-    @property
-    def budget(self) -> int | None: ...
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Part]:
         """Allocates room for all of these, or raises BudgetError and allocates nothing."""
@@ -199,125 +196,7 @@ def _one_less(laid: weakref.ref[_Laid], _: object) -> None:
         found.one_less()
 
 
-class _InMemory:
-    """The base of tiers in memory, whose parts are tensors."""
-
-    def __init__(
-        self, owner: str, advice: str = "", *, budget: int | None = None, copies: Copies | None = None
-    ) -> None:
-        """`advice`: ends the message of a BudgetError. `copies`: of the device that computes, on its streams."""
-        self._owner, self._advice, self.budget, self.copies = owner, advice, budget, copies
-        self._laid: list[_Laid] = []
-
-    def held(self) -> dict[str, int]:
-        """Returns the bytes of the tensors that are still referenced, by role."""
-        held: Counter[str] = Counter()
-        for laid in self._laid:
-            for ref, one in laid.tensors:
-                if ref() is not None:
-                    held[one.role] += one.nbytes
-        return dict(held)
-
-    def evict(self, kept: Iterable[Tensor]) -> None:
-        """Forgets tensors, whose memory is freed with their last reference."""
-        gone = {*map(id, kept), id(None)}
-        for laid in self._laid:
-            laid.keep(lambda tensor: id(tensor) not in gone)
-
-    def _sweep(self) -> None:
-        self._laid = [laid for laid in self._laid if any(ref() is not None for ref, _ in laid.tensors)]
-
-    def _add(self, wanted: Sequence[Wanted], tensors: list[Tensor], arena: Arena | None = None) -> list[Tensor]:
-        self._sweep()
-        self._laid.append(_Laid(arena, tensors, wanted))
-        return tensors
-
-    def _refuse_beyond_budget(self, wanted: Sequence[Wanted]) -> None:
-        asked = sum(one.nbytes for one in wanted)
-        if self.budget is None or asked <= (left := self.budget - sum(self.held().values())):
-            return
-        raise BudgetError(
-            f"{amount(asked)} more for {self._owner} do not fit into budget={amount(self.budget)}, of which "
-            f"{amount(max(left, 0))} are left"
-        )
-
-
-def _moved(src: Tensor, dst: Tensor, after: Ticket | None) -> Ticket:
-    """Copies within one memory; on a GPU in the order of its stream."""
-    if (src.shape, src.dtype) != (dst.shape, dst.dtype):
-        both = f"{src.dtype} of shape {tuple(src.shape)}"
-        raise ValueError(got("tensor", f"{dst.dtype} of shape {tuple(dst.shape)}", f"{both}, as on the other side"))
-    if after is not None:
-        after.wait()
-    dst.detach().copy_(src.detach())
-    return stream_ticket(dst.device if src.is_cuda else src.device)
-
-
-class DeviceTier(_InMemory):
-    """The tier of the parameters' device: a pool on a GPU, or a private mapping of host memory with huge pages.
-
-    It is private because a forked worker must not share it. A tensor keeps the memory mapped.
-
-    >>> (made,) = DeviceTier(torch.device("cpu"), "state").lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)])
-    >>> made
-    tensor([0., 0., 0.])
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        owner: str,
-        advice: str = "",
-        *,
-        budget: int | None = None,
-        copies: Copies | None = None,
-    ) -> None:
-        super().__init__(owner, advice, budget=budget, copies=copies)
-        self._device = device
-        self._pool = DevicePool(device)
-
-    def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
-        """Allocates zeroed tensors, in host memory side by side."""
-        with _explained(wanted, self._advice):
-            self._refuse_beyond_budget(wanted)
-        offsets, nbytes = offsets_of(one.nbytes for one in wanted)
-        if self._device.type != "cpu" or not nbytes:
-            with self._pool.lasting():
-                made = [torch.zeros(one.shape, dtype=one.dtype, device=self._device) for one in wanted]
-            return self._add(wanted, made)
-        slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
-        if slack:  # beyond a control group's limit the system grants all, and ends the process when it is touched
-            with _explained(wanted, self._advice):
-                check_fits(nbytes, self._owner)
-        try:
-            mapping = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"{self._owner} needs {nbytes + slack} bytes of host memory: {error}") from error
-        if slack:
-            with contextlib.suppress(OSError):  # advice: a kernel without huge pages keeps small ones
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE if slack else 0
-        touch_later(mapping, start, nbytes)
-        return self._add(
-            wanted,
-            [
-                torch.frombuffer(mapping, dtype=one.dtype, count=one.shape.numel(), offset=start + at).view(one.shape)
-                if one.nbytes
-                else torch.zeros(one.shape, dtype=one.dtype, device="cpu")
-                for at, one in zip(offsets, wanted, strict=True)
-            ],
-        )
-
-    def store(self, kept: Tensor, value: Tensor, after: Ticket | None = None) -> Ticket:
-        """Copies into a part; with `copies`, from the host."""
-        return _moved(value, kept, after) if self.copies is None else self.copies.to_device(value, kept, after=after)
-
-    def fetch(self, kept: Tensor, out: Tensor, after: Ticket | None = None) -> Ticket:
-        """Copies out of a part; with `copies`, to the host."""
-        return _moved(kept, out, after) if self.copies is None else self.copies.to_host(kept, out, after=after)
-
-
-class HostTier(_InMemory):
+class HostTier:
     """The tier in host memory: resident, locked, and pinned if CUDA is in use.
 
     Tensors that are laid out together share an arena, which is freed with the last of them. A forked child has none of
@@ -333,7 +212,10 @@ class HostTier(_InMemory):
     def __init__(
         self, owner: str, advice: str = "", *, budget: int | None = None, copies: Copies | None = None
     ) -> None:
-        super().__init__(owner, advice, budget=budget, copies=copies)
+        """`advice`: ends the message of a BudgetError. `budget`: the most bytes of tensors. `copies`: of the device
+        that computes, on its streams."""
+        self._owner, self._advice, self._budget, self.copies = owner, advice, budget, copies
+        self._laid: list[_Laid] = []
         self._kept: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._owners: set[int] = set()
         self._untouched: set[tuple[int, str]] = set()  # those that nobody has used yet, which are zeros
@@ -355,6 +237,21 @@ class HostTier(_InMemory):
         if os.getpid() != self._process:
             for arena in self.arenas:  # the child may have laid out others since
                 arena.check()
+
+    def held(self) -> dict[str, int]:
+        """Returns the bytes of the tensors that are still referenced, by role."""
+        held: Counter[str] = Counter()
+        for laid in self._laid:
+            for ref, one in laid.tensors:
+                if ref() is not None:
+                    held[one.role] += one.nbytes
+        return dict(held)
+
+    def evict(self, kept: Iterable[Tensor]) -> None:
+        """Forgets tensors, whose memory is freed with their last reference."""
+        gone = {*map(id, kept), id(None)}
+        for laid in self._laid:
+            laid.keep(lambda tensor: id(tensor) not in gone)
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Allocates zeroed tensors side by side."""
@@ -386,8 +283,32 @@ class HostTier(_InMemory):
 
     def _moved(self, src: Tensor, dst: Tensor, after: Ticket | None) -> Any:
         """Copies on the current stream; if the memory is not pinned, the host waits for it."""
-        ticket = _moved(src, dst, after)
-        return ticket if self.copies is None else self.copies.here()
+        if (src.shape, src.dtype) != (dst.shape, dst.dtype):
+            both = f"{src.dtype} of shape {tuple(src.shape)}"
+            raise ValueError(got("tensor", f"{dst.dtype} of shape {tuple(dst.shape)}", f"{both}, as on the other side"))
+        if after is not None:
+            after.wait()
+        dst.detach().copy_(src.detach())
+        if self.copies is None:
+            return stream_ticket(dst.device if src.is_cuda else src.device)
+        return self.copies.here()
+
+    def _sweep(self) -> None:
+        self._laid = [laid for laid in self._laid if any(ref() is not None for ref, _ in laid.tensors)]
+
+    def _add(self, wanted: Sequence[Wanted], tensors: list[Tensor], arena: Arena | None = None) -> list[Tensor]:
+        self._sweep()
+        self._laid.append(_Laid(arena, tensors, wanted))
+        return tensors
+
+    def _refuse_beyond_budget(self, wanted: Sequence[Wanted]) -> None:
+        asked = sum(one.nbytes for one in wanted)
+        if self._budget is None or asked <= (left := self._budget - sum(self.held().values())):
+            return
+        raise BudgetError(
+            f"{amount(asked)} more for {self._owner} do not fit into budget={amount(self._budget)}, of which "
+            f"{amount(max(left, 0))} are left"
+        )
 
     def keep(self, owner: Tensor, wanted: Sequence[Wanted], tensors: Sequence[Tensor]) -> None:
         """Records that an owner's tensors lie here, these among them."""
@@ -486,6 +407,40 @@ class DevicePool:
         with self.lasting():
             made = torch.empty(numel, dtype=dtype, device=self.device)
         return on_huge_pages(made) if made.is_cpu else made
+
+    def lay_out(self, wanted: Sequence[Wanted], owner: str, advice: str = "") -> list[Tensor]:
+        """Allocates zeroed tensors that stay, on a CPU side by side in a private mapping of host memory.
+
+        It is private because a forked worker must not share it. A tensor keeps the memory mapped. `advice`: ends the
+        message of a BudgetError.
+
+        >>> pool = DevicePool(torch.device("cpu"))
+        >>> pool.lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)], "state")
+        [tensor([0., 0., 0.])]
+        """
+        offsets, nbytes = offsets_of(one.nbytes for one in wanted)
+        if self.device.type != "cpu" or not nbytes:
+            with self.lasting():
+                return [torch.zeros(one.shape, dtype=one.dtype, device=self.device) for one in wanted]
+        slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
+        if slack:  # beyond a control group's limit the system grants all, and ends the process when it is touched
+            with _explained(wanted, advice):
+                check_fits(nbytes, owner)
+        try:
+            mapping = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{owner} needs {nbytes + slack} bytes of host memory: {error}") from error
+        if slack:
+            with contextlib.suppress(OSError):  # advice: a kernel without huge pages keeps small ones
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE if slack else 0
+        touch_later(mapping, start, nbytes)
+        return [
+            torch.frombuffer(mapping, dtype=one.dtype, count=one.shape.numel(), offset=start + at).view(one.shape)
+            if one.nbytes
+            else torch.zeros(one.shape, dtype=one.dtype, device="cpu")
+            for at, one in zip(offsets, wanted, strict=True)
+        ]
 
     def _using(self, name: str) -> AbstractContextManager[object]:
         if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph has a pool of its own

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.comm import during
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError
 from zerokern.memory.interrupts import is_running, whole
 from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
@@ -144,10 +144,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        checks.refuse_other_kinds("max_grad_norm", value)
-        if value is not None and not float(value) > 0.0:
-            raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
-        self._max_grad_norm = None if value is None else float(value)
+        self._max_grad_norm = checks.norm_limit(value)
 
     @property
     def grad_norm(self) -> float | None:
@@ -345,7 +342,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return False
             if alone:
                 grads = held_gradients(groups, resolved=True)
-            of_shards = (grads,) if alone else (grads, shards.shares, shards.starts, sums)
+            of_shards = (grads,) if alone else (grads, shards.shares, [one.start for one in shards.shards], sums)
             matrices = self._matrices(groups, () if alone else shards.shards)
             layouts, hosted = self._algorithm.layout, shards.is_hosted
             survey, binding = Survey(groups, layouts, *of_shards, hosted=hosted, matrices=matrices), None
@@ -383,7 +380,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             max_norm=self._max_grad_norm,
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),
-            fold=shards.take_fold(),
+            fold=shards.fold,
             total=shards.accord.total if shards.shardings or shards.accord.party else None,
             add_up=None if shards.stand_alone else shards.total_there,
             reading=shards.host.reading if shards.is_hosted else None,

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zerokern.io.pieces import Content, Segment, Width, plan
+from zerokern.core.units import Piece
+from zerokern.io.pieces import Content, Width, plan
 from zerokern.io.pieces import columns as columns_of
 from zerokern.memory import Rest
 from zerokern.optim.matrices import Matrix, is_cut
@@ -66,7 +67,7 @@ def whole_pieces(
     for some in sorted(found, key=lambda some: turns[some[0]]):
         segments, end = [], 0
         for row in some:
-            segments.append(Segment(row, matrices[row].start, matrices[row].numel, end))
+            segments.append(Piece(row, matrices[row].start, matrices[row].numel, end))
             end += sizes[row]
         pieces.append((tuple(segments), end))
     return _in_slots(pieces)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.io.pieces import ALIGNMENT, Content, Segment
+from zerokern.core.units import Piece
+from zerokern.io.pieces import ALIGNMENT, Content
 from zerokern.io.pieces import columns as columns_of
 from zerokern.kernels.reference_table import host_table
 from zerokern.kernels.triton.backend import launching
@@ -136,7 +137,7 @@ class Beside:
             for (i, place), row in zip(batch.members, rows[batch.begin : batch.end], strict=True):
                 nbytes = self._nbytes_beside(survey, i, place)
                 if nbytes:
-                    row = _in_slot(self.records, number, survey, i, row, Segment(0, place.start, place.numel, at))
+                    row = _in_slot(self.records, number, survey, i, row, Piece(0, place.start, place.numel, at))
                 passing.append(row)
                 at += nbytes
             members += batch.members
@@ -153,10 +154,10 @@ class Beside:
         self.pieces.wait()
         pieces = self._cut(survey, far)
         self.pieces.lay_out([nbytes for _, nbytes in pieces])
-        self._turns = [far[segments[0].span][0] for segments, _ in pieces]
+        self._turns = [far[segments[0].param][0] for segments, _ in pieces]
         for number, (segments, _) in enumerate(pieces):
             for segment in segments:
-                _, (i, place), row, moves = far[segment.span]
+                _, (i, place), row, moves = far[segment.param]
                 members.append((i, place if survey.matrices else segment))
                 passing.append(_in_slot(self.pieces, number, survey, i, row, segment) if moves else row)
             self._ends.append(len(passing))
@@ -262,11 +263,11 @@ class Beside:
         return self.passing.count() or started
 
 
-def _in_slot(transit: Transit, number: int, survey: Survey, i: int, row: Row, segment: Segment) -> Row:
+def _in_slot(transit: Transit, number: int, survey: Survey, i: int, row: Row, segment: Piece) -> Row:
     """Adds the row's state in a segment to a batch; returns the row of the segment, with its state in the slot."""
     layout, slot = row.layout, transit.slot(number)
     begin, end = segment.start, segment.start + segment.numel
-    pointers = {layout.param_column: survey.param_pointers[i] + begin * survey.param_dtypes[i].itemsize}
+    pointers = {layout.param_column: survey.param_pointers[i] + begin * layout.param_dtype.itemsize}
     offsets, _ = columns_of(layout.widths, segment.numel)
     for kind, kept, (_, per), offset in zip(layout.columns, row.tensors, layout.widths, offsets, strict=True):
         part = kept.detach().view(-1)[begin // per : -(-end // per)]

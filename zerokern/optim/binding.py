@@ -13,7 +13,7 @@ from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import accumulate
 from typing import Any
 
-from zerokern.io.pieces import Segment
+from zerokern.core.units import Piece
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
@@ -33,7 +33,7 @@ from zerokern.zero.watch import Watch
 
 __all__ = ["Binding"]
 
-Turns = Sequence[Sequence[int | Segment]]
+Turns = Sequence[Sequence[int | Piece]]
 """Places among an optimizer's parameters that are updated one after the other, or segments of them."""
 _AHEAD = 2  # batches of resting parameters in memory at once, where no state passes through a ring: one is on its way
 
@@ -206,16 +206,16 @@ class Binding:
         dtypes = [ns_dtype_of(self._ns_dtypes[owner], place) for owner in survey.owners]
         return in_rounds(batches, survey.matrices, dtypes)
 
-    def _places_of(self, i: int, segment: Segment | None) -> Sequence[Any]:
+    def _places_of(self, i: int, segment: Piece | None) -> Sequence[Any]:
         """Returns what of a parameter are rows of their own; what updates whole matrices has no segments."""
         return self.tier.places(i) if segment is None else (segment,)
 
-    def _in_turns(self) -> list[tuple[int, int, Segment | None]]:
+    def _in_turns(self) -> list[tuple[int, int, Piece | None]]:
         """Returns all parameters of the survey, each with its turn, or once for each segment, with that one's."""
-        at: dict[int, list[tuple[int, Segment | None]]] = {}
+        at: dict[int, list[tuple[int, Piece | None]]] = {}
         for turn, members in enumerate(self.turns):
             for one in members:
-                number, segment = (one, None) if isinstance(one, int) else (one.span, one)
+                number, segment = (one, None) if isinstance(one, int) else (one.param, one)
                 at.setdefault(number, []).append((turn, segment))
         numbers = enumerate(self.survey.numbers)
         return [(i, turn, segment) for i, number in numbers for turn, segment in at.get(number, [(0, None)])]

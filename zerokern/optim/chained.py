@@ -108,10 +108,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        checks.refuse_other_kinds("max_grad_norm", value)
-        if value is not None and not float(value) > 0.0:
-            raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
-        self._max_grad_norm = None if value is None else float(value)
+        self._max_grad_norm = checks.norm_limit(value)
 
     @property
     def grad_norm(self) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import did_you_mean, got, nearest
+from zerokern.core.errors import got, nearest
 from zerokern.optim import device
 from zerokern.zero.params import sharded_parameter_of
 
@@ -51,6 +51,14 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
         finite = "a finite number > 0" if positive else "a finite number >= 0"
         raise ValueError(got(name, found, finite if below == math.inf else f"a number in [0, {below:g})"))
     return found
+
+
+def norm_limit(value: Any) -> float | None:
+    """Returns a limit of the norm, None for none."""
+    refuse_other_kinds("max_grad_norm", value)
+    if value is not None and not float(value) > 0.0:
+        raise ValueError(got("max_grad_norm", value, "None or a number > 0"))
+    return None if value is None else float(value)
 
 
 def refuse_other_kinds(name: str, value: Any) -> None:
@@ -144,13 +152,6 @@ def ns_steps(name: str, value: Any) -> int:
     """Returns a number of iterations from 0 to 99, which is torch's bound."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 100:
         raise ValueError(got(name, value, "a whole number from 0 to 99"))
-    return value
-
-
-def one_of(allowed: Sequence[Any], name: str, value: Any) -> Any:
-    """Returns `value` if it is one of those that are allowed."""
-    if value not in allowed:
-        raise ValueError(got(name, value, " | ".join(map(repr, allowed)), did_you_mean(value, allowed)))
     return value
 
 

@@ -34,7 +34,7 @@ __all__ = ["DeviceCompute", "Member", "RowTable", "TableGroup"]
 
 _OUT = POINTERS.index("out")
 Member = tuple[int, Any]
-"""A row: the parameter's place in the survey, and the `RecordSpan`, `Segment` or `Matrix` that it is; None: all of a
+"""A row: the parameter's place in the survey, and the `RecordSpan`, `Piece` or `Matrix` that it is; None: all of a
 parameter in memory."""
 
 

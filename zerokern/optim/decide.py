@@ -168,10 +168,9 @@ class Decision:
         found = checks.number(name, value, positive=True) if name == "grad_scale" else float(value)
         return torch.full((), found, dtype=torch.float32, device=self.device)
 
-    def launched(self) -> bool:
-        """The device has been given what was asked; whether, for all that is known here, it carries the step out."""
+    def launched(self) -> None:
+        """The device has been given what was asked."""
         self.has_norm |= self.max_norm is not None
-        return self.max_norm is None and self.found_inf is None
 
 
 def _why(found_inf: bool, norm: float | None, loss_scale: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.kernels.formats import BLOCK
-from zerokern.memory import DeviceTier, Ring, TierConfig, Wanted, flowing
+from zerokern.memory import DevicePool, Ring, TierConfig, Wanted, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
 from zerokern.memory.ring import DeferredSignals
@@ -207,7 +207,7 @@ class Disk(Stream):
         """Reads all tensors of each, by key, into memory of their own; none for moments that are yet to start."""
         described = [{k: v for k, v in one.described().items() if k not in one.first} for one in owners]
         wanted = [Wanted(key, one.shape, one.dtype) for tensors in described for key, one in tensors.items()]
-        cut = iter(DeviceTier(torch.device("cpu"), "optimizer state", TAKES_LESS).lay_out(wanted))
+        cut = iter(DevicePool(torch.device("cpu")).lay_out(wanted, "optimizer state", TAKES_LESS))
         made = [{key: next(cut) for key in tensors} for tensors in described]
         into = dict(zip(map(id, owners), made, strict=True))
         reader = RecordReader(self, owners)
@@ -549,7 +549,7 @@ class StateOnDisk(StateTier):
             return super().row(i, place, base)
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
-        pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
+        pointers = {layout.param_column: survey.param_pointers[i] + start * layout.param_dtype.itemsize}
         if isinstance(place, RecordSpan):
             for slot, offset in zip(place.slots, place.offsets, strict=True):
                 pointers.setdefault(slot.column, base + offset)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import did_you_mean, got
+from zerokern.core.errors import got, one_of
 from zerokern.core.units import BLOCK, master_of
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8, encode_int8
@@ -44,9 +44,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("nesterov", "maximize", "decoupled_weight_decay"), checks.flag),
     "ns_coefficients": checks.coefficients,
     "ns_steps": checks.ns_steps,
-    "adjust_lr_fn": partial(checks.one_of, ADJUSTMENTS),
-    "ns_dtype": partial(checks.one_of, NS_DTYPES),
-    "ns_form": partial(checks.one_of, NS_FORMS),
+    "adjust_lr_fn": partial(one_of, allowed=ADJUSTMENTS),
+    "ns_dtype": partial(one_of, allowed=NS_DTYPES),
+    "ns_form": partial(one_of, allowed=NS_FORMS),
 }
 _OF_TORCH = {"beta1": "betas", "beta2": "betas", "decoupled": "decoupled_weight_decay"}  # settings by torch's names
 _OF_STEPS = ("step", "first_step")  # hyperparameters of an update that no group says
@@ -210,12 +210,8 @@ def check_formats(algorithm: Algorithm, group: dict[str, Any]) -> None:
     """Raises if a format does not exist, before any parameter is read."""
     state_format, master_format = group["state_format"], group["master_format"]
     rule = RULES[algorithm.name]
-    if state_format not in rule.state_formats:
-        do = rule.no_int8 if state_format == "int8" else did_you_mean(state_format, rule.state_formats)
-        raise ValueError(got("state_format", state_format, " | ".join(map(repr, rule.state_formats)), do))
-    if master_format is not None and master_format not in MASTER_FORMATS:
-        do, allowed = did_you_mean(master_format, MASTER_FORMATS), " | ".join(map(repr, (None, *MASTER_FORMATS)))
-        raise ValueError(got("master_format", master_format, allowed, do))
+    one_of("state_format", state_format, rule.state_formats, advice=rule.no_int8 if state_format == "int8" else "")
+    one_of("master_format", master_format, (None, *MASTER_FORMATS))
     seed = group["stochastic_seed"]
     if seed is None:
         return
@@ -306,9 +302,7 @@ def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str,
     >>> small.state[weight]["exp_avg"]
     tensor([127, 127, 127, 127], dtype=torch.int8)
     """
-    if state_format not in STATE_FORMATS:
-        near = did_you_mean(state_format, STATE_FORMATS)
-        raise ValueError(got("state_format", state_format, " | ".join(map(repr, STATE_FORMATS)), near))
+    one_of("state_format", state_format, STATE_FORMATS)
     named = {key for entry in state_dict["state"].values() for key in as_kept(entry)}
     of_muon = all(_OF_MUON in group for group in state_dict["param_groups"])
     if state_format == "int8" and "momentum_buffer" in named and not of_muon:

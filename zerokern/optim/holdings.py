@@ -24,13 +24,14 @@ from zerokern.optim.device import is_apart
 from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory, on_disk_of
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, Location, LocationsOf
+from zerokern.optim.matrices import group_of
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
-from zerokern.optim.placing import Placing, check_update, check_whole
+from zerokern.optim.placing import Placing, check_whole
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey, params_of
-from zerokern.schedule import Delayed, check_schedule, refuse_at_rest
+from zerokern.schedule import Delayed, check_schedule, check_update, refuse_at_rest, refuse_delayed
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.sharded import known_shard
@@ -94,7 +95,7 @@ class Holdings:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.order = TierOrder.of("tier", tier, auto=True)
-        self.update = check_update(update, self.order, whole=algorithm.whole)
+        self.update = check_update(update, on_disk=self.order.config is not None, whole=algorithm.whole)
         self.room = None if self.rests_on_device and not self.delays else HostTier(name, TAKES_LESS)
         config = self.order.config
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
@@ -140,7 +141,10 @@ class Holdings:
     @property
     def is_scheduled(self) -> bool:
         """Whether the update goes through the schedule's worker."""
-        return self.shards.is_hosted or (self.schedule == "overlap" and self.shards.defers)
+        if self.schedule != "overlap" or self.shards.is_hosted:
+            return self.shards.is_hosted
+        # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
+        return any(one.publisher is not None and not one.replicated for one in self.shards.shardings)
 
     @property
     def moves_on_disk(self) -> bool:
@@ -231,9 +235,8 @@ class Holdings:
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
             raise ValueError(got("schedule", self.schedule, allowed, do))
-        if there and self.delays and self.update == "device":
-            do = "An update on the device has nothing to hide behind"
-            raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", do))
+        if there and self.update == "device":
+            refuse_delayed(self.schedule)
         return self.delays or (there and not self.rests_on_device)
 
     def _check_whole(self, trained: Tensor) -> None:
@@ -391,9 +394,10 @@ class Holdings:
 
     def place_by(self, shards: Shards) -> None:
         """Places state from here on by what is known of these shards."""
-        self.placing.turns = shards.turns
+        self.placing.turns = {id(shards.updated[at]): turn for turn, at in enumerate(shards.needed_first())}
         if self.disk is not None:
-            self.disk.cut = shards.cut
+            pieces = zip(shards.updated, shards.shards, strict=True)
+            self.disk.cut = {id(piece): shard for piece, shard in pieces if group_of(shard) is not None}
 
     def bind(
         self,
@@ -407,13 +411,13 @@ class Holdings:
     ) -> Binding:
         """Returns the binding, or a new one where there is none that fits."""
         last = self.binding
-        self.place_by(self.shards)
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warn(_NOTHING_TO_OVERLAP)
         if binding is not None and intact:
             follow_writes(binding.followed, self.held)
             return binding
         previous = last if binding is None and last and last.intact(self.held) else None
+        self.place_by(self.shards)
         self.state = watched(self.state)
         self.binding = None
         if self.room is not None and not self.shards.is_hosted:  # copies that are frozen now keep what they have

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zerokern.core.units import BLOCK
-from zerokern.io.pieces import Segment
+from zerokern.core.units import BLOCK, Piece
 from zerokern.schedule import program
 from zerokern.schedule.program import names_of_pieces
 from zerokern.zero.shard import Shard
@@ -31,8 +30,8 @@ class Part(NamedTuple):
     members: Sequence[int]
     sharding: Any
     bucket: Any
-    pieces: Sequence[Sequence[Segment]]
-    turns: Sequence[Sequence[int | Segment]]
+    pieces: Sequence[Sequence[Piece]]
+    turns: Sequence[Sequence[int | Piece]]
     names: Sequence[str]
 
 
@@ -41,7 +40,7 @@ def part_of(
     members: Sequence[int],
     sharding: Any = None,
     bucket: Any = None,
-    pieces: Sequence[Sequence[Segment]] = (),
+    pieces: Sequence[Sequence[Piece]] = (),
 ) -> Part:
     """Returns a part, with what is said of it by its pieces.
 
@@ -60,14 +59,14 @@ def in_pieces(part: Part, tensors: Sequence[Tensor], moved: Sequence[int]) -> Pa
     >>> import torch
     >>> large = torch.empty(64 << 20, dtype=torch.bfloat16, device="meta")
     >>> whole = part_of("parameters 0 to 0", (0,))
-    >>> [(one.span, one.start, one.numel) for piece in in_pieces(whole, [large], [0]).pieces for one in piece]
+    >>> [(one.param, one.start, one.numel) for piece in in_pieces(whole, [large], [0]).pieces for one in piece]
     [(0, 0, 33554432), (0, 33554432, 33554432)]
     """
     nbytes = sum(tensors[member].nbytes for member in moved)
     count = -(-nbytes // program.PIECE_NBYTES)
     if count <= 1:
         return part
-    pieces: list[list[Segment]] = [[]]
+    pieces: list[list[Piece]] = [[]]
     taken = 0
     for member in moved:
         start, each = 0, tensors[member].itemsize
@@ -77,7 +76,7 @@ def in_pieces(part: Part, tensors: Sequence[Tensor], moved: Sequence[int]) -> Pa
                 pieces.append([])
                 continue
             numel = min(tensors[member].numel() - start, -(-left // each // BLOCK) * BLOCK)
-            pieces[-1].append(Segment(member, start, numel, 0))
+            pieces[-1].append(Piece(member, start, numel, 0))
             start, taken = start + numel, taken + numel * each
     return part_of(part.name, part.members, part.sharding, part.bucket, tuple(map(tuple, pieces)))
 

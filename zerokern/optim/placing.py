@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerokern.core.errors import StateError, did_you_mean, got
+from zerokern.core.errors import StateError, got
 from zerokern.core.units import AUTO, FILLED
 from zerokern.memory import HostTier
 from zerokern.memory.copies import Driver
@@ -19,27 +19,7 @@ from zerokern.memory.order import TierOrder
 from zerokern.optim.device import is_apart
 from zerokern.optim.disk import on_disk_of
 
-__all__ = ["UPDATES", "Placing", "check_update", "check_whole"]
-
-UPDATES = ("host", "device")
-
-
-def check_update(value: object, order: TierOrder, *, whole: bool = False) -> str:
-    """Returns where updates of state in host memory run, or raises an error that says what there is.
-
-    `whole`: matrices are updated whole, always where parameters are.
-
-    >>> check_update("device", TierOrder.of("tier", "cpu"))
-    'device'
-    """
-    if not isinstance(value, str) or value not in UPDATES:
-        do = "`zerokern bench offload --where` says which is faster on this machine"
-        do = do if value == "auto" else did_you_mean(value, UPDATES)
-        raise ValueError(got("update", value, "'host' or 'device'", do))
-    if value == "device" and order.config is not None and not whole:
-        do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"
-        raise ValueError(got("update", value, "'host' where tier= has a disk", do))
-    return value
+__all__ = ["Placing", "check_whole"]
 
 
 def check_whole(tier: object, update: str, *, apart: bool) -> None:

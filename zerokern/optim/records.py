@@ -133,7 +133,7 @@ def _packed(parts: Sequence[_Part], slot_nbytes: int, *, cuts: bool, **passes: b
     for segments, nbytes in plan(numels, widths, slot_nbytes, cuts=cuts):
         found = []
         for segment in segments:
-            number, start, _, slots = parts[segment.span]
+            number, start, _, slots = parts[segment.param]
             at = start + segment.start
             found.append(RecordSpan(number, at, segment.numel, segment.offset, slots, **passes))
         yield tuple(found), nbytes

@@ -52,11 +52,8 @@ class Shards:
     """The shards of an optimizer's parameters (`params`), in their order.
 
     `local`: this rank's piece of each, beside the compute. `updated`: what an update changes, these or their copies in
-    host memory (`is_hosted`). `shown`: their state, and what the user sees of it. `stand_alone`: a step is about the
-    parameters themselves, and nobody else's. `shares`: for each the number of the sum that its gradient goes into; 0 is
-    what counts here alone. `starts`: the elements of the whole parameters that shards begin with. `turns`: by the id of
-    what is updated, when forwards need it. `cut`: by that id, shards of parameters whose matrices, if they are updated
-    whole, ranks bring together.
+    host memory (`is_hosted`). `shown`: their state, and what the user sees of it. `shares`: for each the number of the
+    sum that its gradient goes into; 0 is what counts here alone.
     """
 
     def __init__(
@@ -69,25 +66,16 @@ class Shards:
         self.params = params_of(groups)
         self.shards: list[Shard] = shards_of(self.params, names_of(groups), () if last is None else last.shards)
         self.local: list[Tensor] = [shard.piece for shard in self.shards]
-        self.is_hosted = host is not None
         self.host = HostCopies(None, delays=False) if host is None else host[0]  # else of nothing
-        order, self.updated = needed_first(self.local, self.shards), self.local
+        self.updated = self.local
         if host is not None:
-            self.updated = self.host.take_in(self.local, self._grad_dtypes(), host[1], order)
-        self.turns = {id(self.updated[place]): turn for turn, place in enumerate(order)}
+            self.updated = self.host.take_in(self.local, self._grad_dtypes(), host[1], self.needed_first())
         self.shardings = shardings_of(self.shards)
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
-        # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
-        self.defers = any(one.publisher is not None and (host or not one.replicated) for one in self.shardings)
         party = user_group(group, self.local[0].device if self.local else "cpu")
         self.accord: Accord = Accord(self.shardings, party, self._aside(), None if last is None else last.accord)
-        self.exchanges: list[Group] = exchange_groups(self.shards)  # for what updates whole matrices
-        self.stand_alone = not self.is_hosted and not self.shardings and self.accord.party is None
-        buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
-        self._buckets = buckets
-        self._landing = [bucket for bucket in buckets if bucket.memory.host is not None]
+        self._buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
         self.shares = self.accord.share_out(self.shards)
-        self.starts = [shard.start for shard in self.shards]
         self._trained = [one.requires_grad for one in self.local]
         self._copies = [shard.copies for shard in self.shards]
         pairs = list(zip(self.params, self.shards, strict=True))
@@ -103,16 +91,32 @@ class Shards:
         self._followed_shards = [shard for _, shard in followed]
         # a DTensor has two versions, its own and that of the tensor within
         self._counts_all = all(p is not shard.piece and not is_placed(p) for p, shard in followed)
-        self._reductions, self._span_places = _places_of_spans(self.shards)
+        self._spans = _places_of_spans(self.shards)
         self.shown = ShownState(self.params, self.updated, self.local, self.shards, self.host)
-        pieces = zip(self.updated, self.shards, strict=True)
-        self.cut = {id(piece): shard for piece, shard in pieces if group_of(shard) is not None}
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
         self.sums: list[Sumsq] = []  # of their squares, where a device has measured those that were copied
         self._fetched: list[int] = []  # places of parameters whose host copies were given gradients
         self._listed: tuple[list[int], dict[str, list[str]]] = ([], {})
-        self._fold: float | Tensor = 1.0
-        self._folds: list[tuple[Any, float | Tensor]] = []
+        self._folds: list[tuple[Any, float | Tensor]] = []  # what clipping has left pending, by sharding
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether updates change copies in host memory."""
+        return self.host.room is not None
+
+    @property
+    def stand_alone(self) -> bool:
+        """Whether a step is about the parameters themselves, and nobody else's."""
+        return not self.is_hosted and not self.shardings and self.accord.party is None
+
+    @property
+    def exchanges(self) -> list[Group]:
+        """The groups of ranks that bring matrices together, where whole matrices are updated."""
+        return exchange_groups(self.shards)
+
+    def needed_first(self) -> list[int]:
+        """Returns the places of the parameters in the order in which forwards need them."""
+        return needed_first(self.local, self.shards)
 
     def _aside(self) -> Callable[[], AbstractContextManager[Any]]:
         """Returns what makes a stream beside the program's current, where an update in host memory serves a device."""
@@ -179,13 +183,14 @@ class Shards:
                 away = bucket is not None and bucket.shown.released.is_released
                 checks.gradient(self.shards[place].name, local, grad, away=away)
             found[place] = grad
-        self._fold = self._take_folds(found)  # before they are fetched: what is applied here is applied beside them
+        self._take_folds(found)  # before they are fetched: what is applied here is applied beside them
         return found
 
     def land(self) -> None:
         """Waits until gradients that a device sends to host memory are there; whoever reads them there calls it."""
-        for bucket in self._landing:
-            bucket.shown.land()
+        for bucket in self._buckets:
+            if bucket.memory.host is not None:
+                bucket.shown.land()
 
     def _local_gradients(self, *, landed: bool = True) -> list[Tensor | None]:
         """Returns this rank's gradients, in the memory that they lie in."""
@@ -220,7 +225,7 @@ class Shards:
     def pieces_of(self, part: Part) -> list[list[tuple[HostCopy, slice]]]:
         """Returns the pieces of a part as elements of host copies; of what is frozen there is none."""
         return [
-            [(copy, one.elements) for one in piece for copy in self.host.of([self.local[one.span]])]
+            [(copy, one.elements) for one in piece for copy in self.host.of([self.local[one.param]])]
             for piece in part.pieces
         ]
 
@@ -236,13 +241,14 @@ class Shards:
                 bucket.shown.land()
         with without_waiting():
             self.look()
-            spans = [one.shown_spans() for one in self._reductions]
-            if self._span_places and None not in spans:
+            reductions, places = self._spans
+            spans = [one.shown_spans() for one in reductions]
+            if places and None not in spans:
                 found = list(chain(*spans))
-                self.grads = list(map(found.__getitem__, self._span_places))
+                self.grads = list(map(found.__getitem__, places))
             else:
                 self.grads = self._local_gradients(landed=False)
-        self._fold = self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
+        self._take_folds(place for place, grad in enumerate(self.grads) if grad is not None)
 
     @property
     def are_decided_there(self) -> bool:
@@ -301,26 +307,25 @@ class Shards:
         if copies:
             self.shown.bound([copy.values for copy in copies], outer)
 
-    def take_fold(self) -> float | Tensor:
-        """Returns the factor that clipping has left pending for all gradients of the step."""
-        fold, self._fold = self._fold, 1.0
-        return fold
+    @property
+    def fold(self) -> float | Tensor:
+        """The factor that clipping has left pending for all gradients of the step."""
+        return self._folds[0][1] if self._folds else 1.0
 
-    def _take_folds(self, places: Iterable[int]) -> float | Tensor:
-        """Returns the factor that clipping has left pending; if it is not that of all gradients, it is applied now."""
+    def _take_folds(self, places: Iterable[int]) -> None:
+        """Keeps the factor that clipping has left pending; if it is not that of all gradients, it is applied now."""
         folds = [(sharding, factor) for sharding in self.shardings for factor in (sharding.take_fold(),)]
         folds = [(sharding, factor) for sharding, factor in folds if isinstance(factor, Tensor) or factor != 1.0]
         if not folds:
-            return 1.0
+            return
         mine = {id(self.shards[place]) for place in places}
         first = self.shardings[0]
         if len(self.shardings) == 1 and mine == with_gradients(first) and first.has_own_gradients:
             self._folds = folds
-            return folds[0][1]
+            return
         for sharding, factor in folds:  # what was set by hand since is no part of it
             sharding.fold(factor)
             sharding.settle()
-        return 1.0
 
     def total_there(self, sums: Sequence[Tensor], out: Tensor, found_inf: Tensor | None) -> None:
         """Does what `accord.total` does with 0-dim tensors on a device, into `out`, without waiting for it."""

@@ -17,7 +17,7 @@ from zerokern.core.errors import StateError
 from zerokern.core.units import BLOCK
 from zerokern.kernels import join, split
 from zerokern.kernels.formats import POINTERS
-from zerokern.memory import DeviceTier, HostTier, Ring
+from zerokern.memory import DevicePool, HostTier, Ring
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
 from zerokern.optim.device import is_apart
@@ -162,7 +162,7 @@ def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostTier | None = N
     made = {}
     for device in dict.fromkeys(devices):
         some = [slot.wanted(param) for (param, _, slot), at in zip(order, devices, strict=True) if at == device]
-        made[device] = iter(DeviceTier(device, "optimizer state", TAKES_LESS).lay_out(some))
+        made[device] = iter(DevicePool(device).lay_out(some, "optimizer state", TAKES_LESS))
     for (_, entry, slot), device in zip(order, devices, strict=True):
         entry[slot.key] = next(made[device])
 

@@ -132,16 +132,14 @@ class Survey:
         self.param_pointers = list(map(_pointer_of, self.params))
         checks.overlap(lambda i: names_of(groups)[self.numbers[i]], self.params, self.param_pointers)
         self.layouts = _layouts(groups, layout_of, self.owners, self.params)
-        self.gradient_pointers = array("Q", map(_pointer_of, dense_grads))
-        self._there = self.gradient_pointers
+        self.gradient_pointers = array("Q", map(_pointer_of, dense_grads))  # on a device: those that were looked at
         if not all(self.param_pointers) or not all(self.gradient_pointers):
             for number, param, grad in zip(self.numbers, self.params, dense_grads, strict=True):
                 checks.memory(names_of(groups)[number], param)
                 checks.memory(f"{names_of(groups)[number]}.grad", grad)
         self.grad_dtypes = list(map(_dtype_of, dense_grads))
         self.numels = list(map(_numel_of, dense_grads))
-        self.param_dtypes = list(map(_dtype_of, self.params))
-        dtypes = self.param_dtypes, self.grad_dtypes
+        dtypes = list(map(_dtype_of, self.params)), self.grad_dtypes
         self._reader = GradientReader(self.params, self.param_pointers, self.numels, *dtypes)
         self.cells = self._reader.cells
         self.nshares = max(shares, default=0) + 1
@@ -200,11 +198,11 @@ class Survey:
 
         Addresses of one device are no other's, so those that were looked at before need no second look.
         """
-        if pointers != self._there:
+        if pointers != self.gradient_pointers:
             index = _index_of(self.params[0])
             if list(map(_index_of, grads)).count(index) != len(self.params):
                 return False
-            self._there = pointers
+            self.gradient_pointers = pointers
         return True
 
     def chosen(self, share: int, dtype: torch.dtype) -> list[bool]:

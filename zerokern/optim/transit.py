@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.memory import DeviceTier, Wanted
+from zerokern.memory import DevicePool, Wanted
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim.formats import TAKES_LESS
 
@@ -60,8 +60,8 @@ class Transit:
     """
 
     def __init__(self, link: Copies, place: torch.device, name: str, *, beside: bool) -> None:
-        self._link, self._beside = link, beside
-        self._tier = DeviceTier(place, name, TAKES_LESS)
+        self._link, self._name, self._beside = link, name, beside
+        self._pool = DevicePool(place)
         self.slots: list[Tensor] = []
         self._moved: list[tuple[list[Tensor], list[Tensor]]] = []  # of each batch: tensors in host memory, and there
         self._checked: set[int] = set()  # batches whose copies have been
@@ -78,7 +78,9 @@ class Transit:
         if len(self.slots) != count or (self.slots and self.slots[0].nbytes != nbytes):
             self.slots = []  # before others are made, which the device clears first
             self._last = None
-            self.slots = self._tier.lay_out([Wanted("ring", torch.Size([nbytes]), torch.uint8)] * count)
+            self.slots = self._pool.lay_out(
+                [Wanted("ring", torch.Size([nbytes]), torch.uint8)] * count, self._name, TAKES_LESS
+            )
         self._moved, self._checked = [([], []) for _ in sizes], set()
 
     def slot(self, number: int) -> Tensor:

@@ -56,8 +56,7 @@ class Update:
         binding.arrange(turns, [name for part in parts for name in part.names])
         self.exchanges = shards.exchanges if binding.survey.matrices else []
         # whether gradients are read where the user's program has them, and could be edited
-        self.in_place = not shards.is_hosted
-        self.reads_in_place = self.in_place or shards.host.has_near
+        self.reads_in_place = not shards.is_hosted or shards.host.has_near
         self.copies_back = shards.host.link is not None  # it is over once its values have been copied to the device
         self.publish_when_done = False
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
@@ -208,7 +207,7 @@ class Update:
         for name, ticket in zip(part.names, tickets, strict=False):
             if program.has("Fetch", name):  # of nothing there is no op
                 yield ("Fetch", name), partial(_same, ticket)
-        if self.in_place:
+        if not shards.is_hosted:
             readings = _NOTHING if inline else shards.readings(part.members)
             yield ("Step", part.name), partial(self.make_part, turn, host, (), readings)
         else:
@@ -232,7 +231,7 @@ class Update:
                 if program.has("Store", name):
                     yield ("Store", name), partial(self.store, host, copies, ready, piece, stored)
         if program.has("Publish", part.name):
-            yield ("Publish", part.name), partial(host.put, () if self.in_place or not host.delays else copies)
+            yield ("Publish", part.name), partial(host.put, copies if shards.is_hosted and host.delays else ())
 
     def program(
         self, schedule: str | Delayed, shards: Shards, taken: Sequence[Part], tickets: Tickets, *, lazily: bool
@@ -243,7 +242,7 @@ class Update:
         spans = []
         for part in taken or self.parts:
             moved = binding.on_disk(self._turn_of[part.name]) if part.name in self._turn_of else {}
-            crosses = self.in_place or not shards.host.are_near(shards.local[place] for place in part.members)
+            crosses = not shards.is_hosted or not shards.host.are_near(shards.local[place] for place in part.members)
             # else the host sums; where nobody asks for a norm, nobody does
             measured = crosses and shards.host.link is not None
             stored = crosses and self.copies_back

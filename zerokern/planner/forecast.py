@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
-from zerokern.core.errors import did_you_mean, got, whole_number
+from zerokern.core.errors import got, one_of, whole_number
 from zerokern.pages import markdown_table
 from zerokern.planner.amounts import gigabytes, in_seconds
 from zerokern.planner.footprint import Footprint
@@ -181,11 +181,6 @@ class Forecast:
         if self.leaves_out:
             yield f"Not timed: {self.leaves_out}."
 
-    @cached_property
-    def vanishes(self) -> dict[str, int | None]:
-        """By schedule: the tokens per step and rank from which on the update costs less than 1 % of the step."""
-        return {schedule: found[SHARES[-1]] for schedule, found in self.needed.items()}
-
     def at(self, schedule: str, tokens: int) -> Prediction:
         """Returns one of the rows."""
         found = [row for row in self.rows if (row.schedule, row.tokens) == (schedule, tokens)]
@@ -308,9 +303,7 @@ def _spans_of(plan: Footprint) -> int:
 
 
 def _program(shape: StepShape, name: str, tokens: int, *, plain: bool = False) -> StepProgram:
-    if name not in (NO_OFFLOAD, *SCHEDULES):
-        allowed = (NO_OFFLOAD, *SCHEDULES)
-        raise ValueError(got("schedule", name, " | ".join(map(repr, allowed)), did_you_mean(name, allowed)))
+    one_of("schedule", name, (NO_OFFLOAD, *SCHEDULES))
     spans = shape.spans(tokens)
     if name == NO_OFFLOAD:
         spans = [replace(span, measured=False) for span in spans]

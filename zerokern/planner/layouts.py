@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from zerokern.core.units import BLOCK, itemsize
+from zerokern.core.units import itemsize
 from zerokern.planner.matrices import CutShape
 from zerokern.planner.model import BucketSize, OwnedPart
 from zerokern.planner.recipe import Recipe, StateRole
 
 if TYPE_CHECKING:
-    from zerokern.io.pieces import Width
+    from zerokern.optim.formats import Layout
     from zerokern.optim.records import StateSpan
 
 __all__ = [
@@ -81,22 +81,26 @@ def records_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> list[int]:
     return found
 
 
-def _span_of(recipe: Recipe, part: OwnedPart) -> StateSpan:
-    """Returns what `records_of` is given of a part."""
+def _layout_of(recipe: Recipe, dtype: str, split: int) -> Layout:
+    """Returns the layout that an optimizer has of a parameter. `split`: of so many matrices; 0: Muon updates none."""
     import torch
 
     from zerokern import optim
     from zerokern.optim.base import algorithm_of
-    from zerokern.optim.formats import layout_of
+    from zerokern.optim.formats import layout_of  # packages that need torch, other plans do not
+
+    name = "Muon" if split else recipe.rule.called.rpartition(".")[2].split()[0]
+    formats = recipe.is_muon or bool(recipe.rule.moments), recipe.state_format, recipe.master_format, False
+    return layout_of(algorithm_of(getattr(optim, name)), getattr(torch, dtype), *formats, split)
+
+
+def _span_of(recipe: Recipe, part: OwnedPart) -> StateSpan:
+    """Returns what `records_of` is given of a part."""
     from zerokern.optim.matrices import Matrix
     from zerokern.optim.records import StateSpan as Span
 
-    matrix, dtype = part.matrix if recipe.is_muon else None, getattr(torch, part.dtype)
-    name = "Muon" if matrix is not None else recipe.rule.called.rpartition(".")[2].split()[0]
-    has_moments = recipe.is_muon or bool(recipe.rule.moments)
-    formats = has_moments, recipe.state_format, recipe.master_format, False
-    split = 0 if matrix is None else matrix.split
-    layout = layout_of(algorithm_of(getattr(optim, name)), dtype, *formats, split)
+    matrix = part.matrix if recipe.is_muon else None
+    layout = _layout_of(recipe, part.dtype, 0 if matrix is None else matrix.split)
     if matrix is None or part.bucket is None:
         return Span(part.numel, layout)
     numels, group = part.by_matrix(), cast(Any, None)
@@ -129,7 +133,7 @@ def slots_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> int:
     from zerokern.optim.batches import pieces_of, whole_pieces
     from zerokern.optim.matrices import Matrix  # packages that need torch, other plans do not
 
-    widths = [_widths_of(recipe, one.dtype, one.matrix is not None) for one in parts]
+    widths = [_layout_of(recipe, one.dtype, int(recipe.is_muon and one.matrix is not None)).widths for one in parts]
     if recipe.is_muon and any(one.matrix for one in parts):
         pairs = [(one.matrix, width) for one, width in zip(parts, widths, strict=True) if one.matrix is not None]
         each = [(Matrix(0, it.each.numel, it.rows, it.columns), width) for it, width in pairs for _ in range(it.split)]
@@ -161,21 +165,10 @@ def round_slots_nbytes(
     group = Group(rank, world, torch.device("cpu"), "planned")
     turns_there = {one.turn for one in in_memory}
     cut = [Matrix(0, one.numel_of(rank), *one.shape[:2], one.name, (), group) for one in matrices]
-    widths = [_widths_of(recipe, one.dtype, True) if one.turn in turns_there else () for one in matrices]
+    widths = [_layout_of(recipe, one.dtype, 1).widths if one.turn in turns_there else () for one in matrices]
     turns = [one.bucket if recipe.schedule == "overlap" else 0 for one in matrices]
     _, count, nbytes = whole_pieces(cut, widths, turns)
     return count * nbytes
-
-
-def _widths_of(recipe: Recipe, dtype: str, matrix: bool) -> tuple[Width, ...]:
-    from zerokern.io.pieces import Width  # its package needs torch, other plans do not
-
-    return tuple(
-        width
-        for role in recipe.state_of(dtype, matrix)
-        for width in (Width(role.per_element, 1), Width(role.per_block, BLOCK))
-        if width.nbytes
-    )
 
 
 def pinned_nbytes(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from zerokern.core.errors import did_you_mean, got, whole_number
+from zerokern.core.errors import did_you_mean, got, one_of, whole_number
 from zerokern.core.units import (
     AUTO,
     BLOCK,
@@ -18,7 +18,7 @@ from zerokern.core.units import (
     master_of,
     meant_tier,
 )  # fmt: skip
-from zerokern.schedule import Delayed, check_schedule
+from zerokern.schedule import Delayed, check_schedule, check_update, refuse_delayed
 from zerokern.zero.partition import shards_parameters
 
 __all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "mesh_sizes", "short"]
@@ -141,17 +141,9 @@ class Recipe:
             param_dtype = getattr(mp_policy, "param_dtype", None)
             reduce_dtype = getattr(mp_policy, "reduce_dtype", None)
         name = "none" if optimizer is None else optimizer
-        if name not in OPTIMIZERS:
-            raise ValueError(
-                got("optimizer", optimizer, " | ".join(map(repr, OPTIMIZERS)), did_you_mean(optimizer, OPTIMIZERS))
-            )
-        there = OPTIMIZERS[name].state_formats
-        if state_format not in there:
-            near = did_you_mean(state_format, there)
-            raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, there))} with {name}", near))
-        if master_format is not None and master_format not in MASTER_FORMATS:
-            allowed = " | ".join(map(repr, (None, *MASTER_FORMATS)))
-            raise ValueError(got("master_format", master_format, allowed, did_you_mean(master_format, MASTER_FORMATS)))
+        one_of("optimizer", name, OPTIMIZERS)
+        one_of("state_format", state_format, OPTIMIZERS[name].state_formats, where=f" with {name}")
+        one_of("master_format", master_format, (None, *MASTER_FORMATS))
         param = None if param_dtype is None else dtype_of("param_dtype", param_dtype)
         reduce = None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype)
         state, state_ring, budgets = _tiers("tier", tier, auto=True)
@@ -160,14 +152,8 @@ class Recipe:
         schedule, is_muon = check_schedule(schedule), name == "muon"
         if update is None:
             update = "device" if is_muon else "host"
-        if update not in ("host", "device"):
-            do = "`zerokern plan --update auto --hardware NAME` says which of them is faster"
-            do = do if update == "auto" else did_you_mean(update, ("host", "device"))
-            raise ValueError(got("update", update, "'host' or 'device'", do))
-        if update == "device" and state == "nvme" and not is_muon:
-            raise ValueError(got("update", update, "'host' where tier= has a disk"))
-        if ns_dtype not in _NS_DTYPES:
-            raise ValueError(got("ns_dtype", ns_dtype, "None | 'bf16' | 'fp32'"))
+        update = check_update(update, on_disk=state == "nvme", whole=is_muon)
+        one_of("ns_dtype", ns_dtype, _NS_DTYPES)
         whole_number("ns_steps", ns_steps, "a whole number from 0 to 99", least=0, most=99)
         if not is_muon and (ns_dtype is not None or ns_steps != 5):
             raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
@@ -176,7 +162,7 @@ class Recipe:
             tier=state, ring_nbytes=state_ring, budgets=budgets,
             param_tier=params, param_ring_nbytes=param_ring, param_budgets=param_budgets,
             keep=kept, keep_ring_nbytes=keep_ring, keep_budgets=keep_budgets,
-            schedule=schedule, update=str(update), ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps,
+            schedule=schedule, update=update, ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps,
         )  # fmt: skip
 
     def check_matrices(self, device: str, stage: int, world: int) -> None:
@@ -335,9 +321,7 @@ class Recipe:
             allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
             raise ValueError(got("schedule", self.schedule, allowed, advice))
         if self.streams(device):
-            if self.delays:
-                advice = "An update on the device has nothing to hide behind"
-                raise ValueError(got("schedule", self.schedule, "'sync' or 'overlap' with update='device'", advice))
+            refuse_delayed(self.schedule)
             return False
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
@@ -437,8 +421,7 @@ class Arrangement:
         counts |= {"micro": "slices of a batch", "replicate": "ranks", "tp": "ranks", "pp": "ranks"}
         for name, what in counts.items():
             whole_number(name, getattr(self, name), f"a whole number of {what}, from 1 on")
-        if self.device not in ("cuda", "cpu"):
-            raise ValueError(got("device", self.device, "None | 'cuda' | 'cpu'"))
+        one_of("device", self.device, ("cuda", "cpu"))
 
     @property
     def ranks(self) -> int:

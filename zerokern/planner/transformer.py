@@ -19,7 +19,6 @@ _FROM_1 = "a whole number from 1 on"
 _FP32 = 4
 _GELU_STEPS = {"gelu_new": 4}  # tensors kept of an activation that is written in Python; a kernel keeps one
 _STATE_NBYTES = 20  # per parameter: fp16 parameter, fp32 gradient and its fp16 source, fp32 master and two averages
-_OPERATOR_NBYTES = 16  # by hidden², of the largest operator (hidden to 4 hidden): fp16 parameters and gradients
 
 
 @dataclass(frozen=True)
@@ -206,11 +205,6 @@ class Transformer:
         return _STATE_NBYTES * self.numel
 
     @property
-    def working_states(self) -> int:
-        """Bytes of the parameters and gradients of the largest operator."""
-        return _OPERATOR_NBYTES * self.hidden * self.hidden
-
-    @property
     def has_activations(self) -> bool:
         return self.batch is not None
 
@@ -318,7 +312,7 @@ class _Config:
 _Tensors = tuple[list[Shape], list[Shape], Widths]  # shapes of one layer's and of the outer tensors
 
 
-def _llama(config: _Config, *, bias: bool = False, tied: bool = False) -> _Tensors:
+def _llama(config: _Config, *, bias: bool = False) -> _Tensors:
     """Returns shapes of a model with gated MLP, grouped queries and norms without bias; a mixture of experts if it has
     any."""
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
@@ -333,7 +327,7 @@ def _llama(config: _Config, *, bias: bool = False, tied: bool = False) -> _Tenso
         layer.append((experts, hidden))
     layer += [(wide, hidden), (wide, hidden), (hidden, wide)] * experts
     outer: list[Shape] = [(vocabulary, hidden), (hidden,)]
-    if not config.flag("tie_word_embeddings", tied):
+    if not config.flag("tie_word_embeddings", False):
         outer.append((vocabulary, hidden))
     return layer, outer, Widths(
         "mixtral" if experts > 1 else "llama", hidden, heads, queries, keys, wide, vocabulary,

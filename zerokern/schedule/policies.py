@@ -11,7 +11,11 @@ from .builder import OpKey, ProgramBuilder, fetched, reduced
 from .program import Span, StepProgram
 from .resting import Resting, gradients, spilled
 
-__all__ = ["Delayed", "check_schedule", "program_of", "refuse_at_rest", "resident"]
+__all__ = [
+    "Delayed", "check_schedule", "check_update", "program_of", "refuse_at_rest", "refuse_delayed", "resident",
+]  # fmt: skip
+
+_UPDATES = ("host", "device")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,35 @@ def check_schedule(value: object) -> str | Delayed:
     advice = holds if delayed else did_you_mean(value, ("sync", "overlap"))
     error = ValueError if isinstance(value, str) else TypeError
     raise error(got("schedule", value, "'sync', 'overlap' or zk.Delayed(after=N)", advice))
+
+
+def check_update(value: object, *, on_disk: bool, whole: bool = False) -> str:
+    """Returns where updates of state in host memory run, or raises an error that says what there is.
+
+    `on_disk`: some state is on a disk. `whole`: matrices are updated whole, always where parameters are.
+
+    >>> check_update("device", on_disk=False)
+    'device'
+    """
+    if value not in _UPDATES:
+        do = "`zerokern bench offload --where` says which is faster on this machine"
+        do += ", and `zerokern plan --update auto --hardware NAME` on another"
+        do = do if value == "auto" else did_you_mean(value, _UPDATES)
+        raise ValueError(got("update", value, "'host' or 'device'", do))
+    if value == "device" and on_disk and not whole:
+        do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"
+        raise ValueError(got("update", value, "'host' where tier= has a disk", do))
+    return str(value)
+
+
+def refuse_delayed(schedule: str | Delayed) -> None:
+    """Raises if an update on the device is delayed.
+
+    >>> refuse_delayed("overlap")
+    """
+    if isinstance(schedule, Delayed):
+        do = "An update on the device has nothing to hide behind"
+        raise ValueError(got("schedule", schedule, "'sync' or 'overlap' with update='device'", do))
 
 
 def refuse_at_rest(schedule: str | Delayed) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["Event", "Launched", "Recorder", "SpanRecorder", "UpdateRecorder"]
+__all__ = ["Event", "Recorder", "SpanRecorder", "UpdateRecorder"]
 
 LIMIT = 1 << 16
 
 
-class Event(NamedTuple):
-    """One op that has ended.
+@dataclass(slots=True)
+class Event:
+    """One op that was launched. `end_ns` is -1 until its end is known.
 
     >>> Event(3, "cpu", "Step", "head", 1000, 5000, 4096).end_ns
     5000
@@ -30,19 +32,6 @@ class Event(NamedTuple):
     turn: int = 0
 
 
-class Launched:
-    """An op that was launched; it becomes an `Event` when its end is known."""
-
-    __slots__ = ("begin_ns", "end_ns", "lane", "nbytes", "step", "turn", "verb", "what")
-
-    def __init__(self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int, turn: int) -> None:
-        self.step, self.lane, self.verb, self.what, self.turn = step, lane, verb, what, turn
-        self.begin_ns, self.end_ns, self.nbytes = begin_ns, -1, nbytes
-
-    def event(self) -> Event:
-        return Event(self.step, self.lane, self.verb, self.what, self.begin_ns, self.end_ns, self.nbytes, self.turn)
-
-
 class Recorder:
     """Keeps the last `LIMIT` ops. Its methods may be called from any thread.
 
@@ -56,7 +45,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[Launched] = deque(maxlen=LIMIT)
+        self._kept: deque[Event] = deque(maxlen=LIMIT)
         self._step, self._turns = 1, Counter[tuple[str, str]]()
 
     def submitted(self, step: int) -> None:
@@ -64,13 +53,13 @@ class Recorder:
         self._step = step + 1
         self._turns.clear()
 
-    def begin(self, lane: str, verb: str, what: str, nbytes: int = 0) -> Launched:
+    def begin(self, lane: str, verb: str, what: str, nbytes: int = 0) -> Event:
         """Records the begin of an op that no executor runs, such as a collective of the model, in the current step."""
         turn = self._turns[verb, what]
         self._turns[verb, what] += 1
         return self.launched(self._step, lane, verb, what, time.perf_counter_ns(), nbytes, turn)
 
-    def begin_within(self, lane: str, verb: str, what: str, nbytes: int) -> Launched:
+    def begin_within(self, lane: str, verb: str, what: str, nbytes: int) -> Event:
         """Notes that an op of the program that was submitted last begins, as part of the action of another op."""
         return self.launched(self._step - 1, lane, verb, what, time.perf_counter_ns(), nbytes)
 
@@ -82,13 +71,13 @@ class Recorder:
 
     def launched(
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int = 0, turn: int = 0
-    ) -> Launched:
+    ) -> Event:
         """Records an op that was launched at that time; pass the result to `ended`."""
-        entry = Launched(step, lane, verb, what, begin_ns, nbytes, turn)
+        entry = Event(step, lane, verb, what, begin_ns, -1, nbytes, turn)
         self._kept.append(entry)
         return entry
 
-    def ended(self, entry: Launched, ticket: Any = None) -> None:
+    def ended(self, entry: Event, ticket: Any = None) -> None:
         """Records the end of an op, at the times that its ticket knows, if it does."""
         times = getattr(ticket, "times", None)
         known = None if times is None else times()
@@ -100,7 +89,7 @@ class Recorder:
     @property
     def events(self) -> list[Event]:
         """The ops that have ended, sorted by their begin."""
-        ended = [entry.event() for entry in list(self._kept) if entry.end_ns >= 0]
+        ended = (entry for entry in list(self._kept) if entry.end_ns >= 0)
         return sorted(ended, key=lambda event: event.begin_ns)
 
     def clear(self) -> None:
@@ -113,7 +102,7 @@ class SpanRecorder:
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name
-        self._coming: Launched | None = None
+        self._coming: Event | None = None
 
     def sent(self, verb: str, nbytes: int, ranks: int, handle: Any, times: int = 1) -> Any:
         """Records a collective of nbytes, until the returned handle has been waited for."""
@@ -152,7 +141,7 @@ class UpdateRecorder:
 
     def __init__(self, recorder: Recorder, spans: Sequence[tuple[str, int, int]]) -> None:
         self._recorder, self._spans = recorder, spans
-        self._begun: dict[tuple[str, int], Launched] = {}
+        self._begun: dict[tuple[str, int], Event] = {}
 
     def begin(self, verb: str, turn: int) -> None:
         """Notes the first transfer of a span."""

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK
+from zerokern.core.units import BLOCK, Piece
 
 __all__ = [
     "STAGES",
@@ -50,16 +50,6 @@ class Member:
     ranks: int = 0  # which of several groups of ranks divides it
     most: int = 0  # elements on the rank that has most, where others have another part of it
     work: int = 0  # of its update, where one rank makes all of it; 0: it may be cut
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, start + numel) of a parameter, at `offset` of a bucket."""
-
-    param: int
-    start: int
-    numel: int
-    offset: int
 
 
 @dataclass(frozen=True)
