@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradient_that_is_none_counts_as_written",
-        "zerokern/zero/gradients.py",
+        "zerokern/zero/inbox.py",
         "grad = self.leaves[place].grad if self.lands_in_params else None\n        return isinstance",
         "grad = self.leaves[place].grad\n        return grad is None or isinstance",
         "Where a backward function gives None, what the buffer held before is reduced as the gradient.",
@@ -110,11 +110,27 @@ MUTANTS = (
     ),
     Mutant(
         "all_that_arrived_counts_as_collected",
-        "zerokern/zero/gradients.py",
+        "zerokern/zero/inbox.py",
         "stored.update(grads)",
         "stored.update(places)",
         "A parameter whose hook is called and that has no gradient is not zeroed.",
         ("tests/zero/test_parameters.py::test_a_gradient_that_is_none_is_not_what_the_buffer_held",),
+    ),
+    Mutant(
+        "bucket_sent_with_the_gradient_that_came_last_before",
+        "zerokern/zero/inbox.py",
+        "if self._flattening.are_there():",
+        "if True:",
+        "In another order of gradients a bucket is sent before all are there, and reduced once more for the rest.",
+        ("tests/zero/test_inbox.py",),
+    ),
+    Mutant(
+        "frozen_while_nobody_hears_of_it",
+        "zerokern/zero/inbox.py",
+        "self.hear()\n        self.task = NO_PASS",
+        "self.task = NO_PASS",
+        "A gradient that comes for a parameter frozen within the pass is shown.",
+        ("tests/zero/test_inbox.py",),
     ),
     Mutant(
         "hidden_leaf_stays_as_frozen_as_it_was",
@@ -352,7 +368,7 @@ MUTANTS = (
     ),
     Mutant(
         "unnoted_gradient_of_a_broken_pass_stays",
-        "zerokern/zero/gradients.py",
+        "zerokern/zero/inbox.py",
         "                for leaf in self.leaves:\n                    leaf.grad = None",
         "                for place in self.arrived:\n                    self.leaves[place].grad = None",
         "A gradient that was in a leaf, and not noted, when Ctrl-C came is added to the next.",

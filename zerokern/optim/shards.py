@@ -84,13 +84,13 @@ class Shards:
         # beside optimizers over pieces programs write pieces themselves, and leave those out that have no elements here
         reached += [memory for one in by_hand for memory in getattr(one, "memories", ())]
         self._reached = set(map(id, reached))
-        followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
+        followed, self._seen = _followed(pairs, self.shardings)
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
         self._changes = shard_changes() if all(shard_of(param) is shard for param, shard in pairs) else None
         self._followed_bodies = TensorBodies([param for param, _ in followed])
         self._followed_shards = [shard for _, shard in followed]
-        # a DTensor has two versions, its own and that of the tensor within
-        self._counts_all = all(p is not shard.piece and not is_placed(p) for p, shard in followed)
+        if not all(p is not shard.piece and not is_placed(p) for p, shard in followed):
+            self._seen = array("q")  # a DTensor has two versions, its own and that of the tensor within: all are asked
         self._spans = _places_of_spans(self.shards)
         self.shown = ShownState(self.params, self.updated, self.local, self.shards, self.host)
         self.grads: list[Tensor | None] = []  # by parameter, what the step that is under way reads
@@ -163,8 +163,8 @@ class Shards:
 
     def look(self) -> None:
         """Counts writes to whole parameters as writes to their pieces; `publish` has accounted for our own."""
-        seen = array("q", map(_seen_version_of, self._followed_shards))
-        if not self._counts_all or self._followed_bodies.versions() != seen:
+        seen = array("q", map(_seen_version_of, self._followed_shards)) if self._seen is None else self._seen
+        if self._followed_bodies.versions() != seen:
             for param, shard in zip(self._followed_bodies.tensors, self._followed_shards, strict=True):
                 shard.count_writes(param)
         self.host.look()
@@ -385,6 +385,20 @@ def with_gradients(sharding: Any) -> set[int]:
     """Returns the ids of the shards of all parameters of a model that have gradients."""
     pairs = [(param, shard) for param in sharding.zero_order if (shard := shard_of(param)) is not None]
     return {id(shard) for param, shard in pairs if param.grad is not None or shard.piece.grad is not None}
+
+
+def _followed(
+    pairs: Sequence[tuple[Tensor, Shard]], shardings: Sequence[Any]
+) -> tuple[Sequence[tuple[Tensor, Shard]], array[int] | None]:
+    """Returns the parameters whose writes count for their pieces, with their shards, and the versions that all these
+    have seen, where one model's are all of them: in its order then."""
+    followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
+    if len(shardings) != 1 or getattr(shardings[0], "seen_versions", None) is None:
+        return followed, None
+    all_params = shardings[0].zero_order
+    if len(followed) != len(all_params) or {id(param) for param, _ in followed} != set(map(id, all_params)):
+        return followed, None
+    return list(zip(all_params, shardings[0].shards, strict=True)), shardings[0].seen_versions
 
 
 def _places_of_spans(shards: Sequence[Shard]) -> tuple[list[Any], list[int]]:

@@ -390,7 +390,6 @@ MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 _pointer_of = torch.Tensor.data_ptr
 _is_trained = operator.attrgetter("requires_grad")
 _materialized_of = operator.attrgetter("materialized")
-_reference_of = operator.attrgetter("_zk_shard")
 
 
 @functools.cache
@@ -456,7 +455,8 @@ class Guard:
 
     def __init__(self, sharding: Any) -> None:
         self._sharding = weakref.ref(sharding)
-        self._tables: list[dict[str, Any]] = []
+        self._tables: list[dict[str, Any]] = []  # of parameters and modules
+        self._empty: list[dict[str, Any]] = []
         self._found: list[Any] = []
         entries = [entry for memory in sharding.memories for entry in memory.entries]
         frozen = [entry for memory in sharding.memories if not memory.bucket.trainable for entry in memory.entries]
@@ -467,7 +467,6 @@ class Guard:
         self._params = [entry.param for entry in self._plain]
         shards = {shard.name: shard for shard in sharding.shards}
         self._shards = [shards[entry.name] for entry in self._plain]
-        self._references = list(map(_reference_of, self._params))
         self._has_dtensors = any(entry.placed is not None for entry in self._plain)
         self._bodies = TensorBodies(self._params)
         self._addresses = self._whereabouts()
@@ -485,8 +484,9 @@ class Guard:
         """Refuses parameters that were added, exchanged, moved or unfrozen; restores hooks that were lost."""
         for check in self.before_forward:
             check()
-        found = list(chain.from_iterable(map(dict.values, self._tables)))
-        if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
+        known = bool(self._tables) and not any(self._empty) and sum(map(len, self._tables)) == len(self._found)
+        there = chain.from_iterable(map(dict.values, self._tables))
+        if not known or not all(map(operator.is_, there, self._found)):
             self._check_parameters()
         if any(map(_is_trained, self._frozen)):
             self._refuse_unfrozen()
@@ -515,7 +515,8 @@ class Guard:
         if missing:
             return
         modules = list(self.sharding.module.modules())
-        self._tables = [table for module in modules for table in (module._parameters, module._modules)]
+        tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._tables, self._empty = [one for one in tables if one], [one for one in tables if not one]
         self._found = list(chain.from_iterable(map(dict.values, self._tables)))
 
     def _refuse_unfrozen(self) -> None:
@@ -538,15 +539,12 @@ class Guard:
                 "Move, convert and parametrize a model before it is sharded. Under Hugging Face use "
                 "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
             )
-        try:
-            if all(map(operator.is_, map(_reference_of, self._params), self._references)):
-                return
-        except AttributeError:  # one of them lost it
-            pass
+        if self._bodies.unchanged():  # else their shards went with what they were
+            return
         for param, shard in zip(self._params, self._shards, strict=True):
             if shard_of(param) is not shard:
                 self._restore_shard(param, shard)
-        self._references = list(map(_reference_of, self._params))
+        self._bodies = TensorBodies(self._params)
 
     def _restore_shard(self, param: nn.Parameter, shard: Shard) -> None:
         give_shard(param, shard)  # with it went what hears of its gradients

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
+from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.changed_spans import ChangedSpan, Take
 from zerokern.zero.kinds import Distributed
@@ -117,6 +118,7 @@ class Publisher:
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         entries = [entry for memory in self._memories for entry in memory.entries]
         self._read = [one.param if one.full is None else one.full for one in entries]
+        self._read_bodies = TensorBodies(self._read)
         shards = [shard_of(one) for one in self._read]
         self._pieces = Watch((shard.piece for shard in shards if shard is not None), memory=False)
         self._spans: dict[int, ChangedSpan] = {}
@@ -148,7 +150,9 @@ class Publisher:
         for span in self._spans.values():
             span.look()
         updated = self._pieces.written(accept=True)
-        if updated:
+        if len(updated) == len(self._read):
+            self._read_bodies.bump_versions()
+        elif updated:
             torch.autograd.graph.increment_version([self._read[place] for place in updated])
         for span in self._spans.values():
             span.accept()

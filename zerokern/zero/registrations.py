@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ class Registrations:
         self.fulls = [entry.full for entry in entries if entry.full is not None]
         pairs = zip(self.fulls, self._params, strict=True)
         self._places = [(*place, param, full) for full, param in pairs for place in places[id(param)]]
-        self._place_params = [param for _, _, param, _ in self._places]
+        self._tables, self._names = [one[0] for one in self._places], [one[1] for one in self._places]
+        self._place_params, self._place_fulls = [one[2] for one in self._places], [one[3] for one in self._places]
         self._is_full = False
         tables = {id(table) for table, *_ in self._places}
         rnns = [one for one in module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
@@ -47,11 +49,9 @@ class Registrations:
         self._is_full = True
         if not in_backward():  # a hook within the last pass may have frozen or thawed the parameters alone
             self._freeze_alike(self._params, self.fulls)
-        found = [there.get(attribute) for there, attribute, _, _ in self._places]
+        found = self._registered()
         if not materialized and all(map(operator.is_, found, self._place_params)):
-            for there, attribute, _, full in self._places:
-                there[attribute] = full
-            self._refresh_rnns()
+            self._register(self._place_fulls)
             return
         for one, (there, attribute, param, full) in zip(found, self._places, strict=True):
             if one is not param and one is not full:  # by functional_call, say: that is what is to compute
@@ -60,13 +60,24 @@ class Registrations:
                 there[attribute] = full
         self._refresh_rnns()
 
+    def _registered(self) -> list[Any]:
+        return list(map(dict.get, self._tables, self._names))
+
+    def _register(self, tensors: Sequence[Tensor]) -> None:
+        """Puts these into all places."""
+        deque(map(dict.__setitem__, self._tables, self._names, tensors), maxlen=0)
+        self._refresh_rnns()
+
     def register_sharded(self) -> None:
         """Give the modules back the parameters that the user knows."""
         if self._is_full:
-            for there, attribute, param, full in self._places:
-                if there.get(attribute) is full:
-                    there[attribute] = param
-            self._refresh_rnns()
+            if all(map(operator.is_, self._registered(), self._place_fulls)):
+                self._register(self._place_params)
+            else:
+                for there, attribute, param, full in self._places:
+                    if there.get(attribute) is full:
+                        there[attribute] = param
+                self._refresh_rnns()
             self._is_full = False
             if not in_backward():  # the forward may have frozen or thawed the full ones alone
                 self._freeze_alike(self.fulls, self._params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned, known_shard
 
 __all__ = ["DTensorRanks", "Shard", "alias", "gradients_of_dtensors", "here_of_state", "shard_of"]
-__all__ += ["give_shard", "plain_shard", "refuse_unfrozen", "shard_changes", "shards_of"]
+__all__ += ["give_shard", "plain_shard", "refuse_unfrozen", "seen_versions", "shard_changes", "shards_of"]
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -96,7 +97,6 @@ class Shard:
     leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
     place = 0  # among the parameters of its gradient bucket
     placed: Placed | None = None  # of a DTensor, whose local tensor is divided
-    seen_version = 0  # of the parameter, as of the last look
     #: users' hooks on the accumulation of a gradient, by handle: they are called when it has been reduced
     after_reduction: dict[int, Callable[[Tensor], None]]
     _before: dict[int, Callable[[Tensor], None]]  # those that there were before zk.shard; their handles know this
@@ -112,6 +112,7 @@ class Shard:
         self.name, self.here = name, here
         self.piece: Any = piece
         self.shape, self.start, self.numel = here.shape, here.first, here.numel
+        self._seen, self._at = array("q", [0]), 0
 
     @staticmethod
     def of_model(
@@ -162,6 +163,15 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {self.here})"
+
+    @property
+    def seen_version(self) -> int:
+        """The version of the parameter as of the last look."""
+        return self._seen[self._at]
+
+    @seen_version.setter
+    def seen_version(self, version: int) -> None:
+        self._seen[self._at] = version
 
     @property
     def gradients(self) -> Any:
@@ -297,7 +307,7 @@ class Shard:
         arrived = hooks.weakly(self.sharding.reduction.gradient_arrived, hooks.refuse_gradients)
         waits, arrivals = bucket.inbox.waits[place], bucket.inbox.arrivals
         note = hooks.on_accumulation(arrivals, place, partial(arrived, number, place), waits=waits)
-        hooks.keep_user_hooks(leaf, self.after_reduction, note)
+        bucket.inbox.hears(place, hooks.keep_user_hooks(leaf, self.after_reduction, note))
 
     def take_from_other_leaf(self, leaf: Tensor) -> object:
         """Gradients of another leaf go to the sharding's reduction while the result, or a graph, is held."""
@@ -310,7 +320,7 @@ class Shard:
     def is_frozen_or_thawed(self) -> None:
         """Makes later gradients of a running pass be checked: the parameter was frozen or thawed."""
         if self.gradients is not None:
-            self.gradients.inbox.task = hooks.NO_PASS
+            self.gradients.inbox.look_at_each()
 
     def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
         if grads[0] is not None:
@@ -397,6 +407,14 @@ def shards_of(params: Sequence[Tensor], names: Sequence[str], before: Sequence[S
             found.append(Shard.of_dtensor(name, param, ranks[mesh, dims]))
     for one in ranks.values():
         one.shards = [shard for shard in found if shard._param is not None and shard.sharding is one]
+    return found
+
+
+def seen_versions(shards: Sequence[Shard]) -> array[int]:
+    """Keeps the versions of parameters that these shards have seen in one array from now on, which it returns."""
+    found = array("q", [shard.seen_version for shard in shards])
+    for at, shard in enumerate(shards):
+        shard._seen, shard._at = found, at
     return found
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from zerokern.zero.publishing import Publisher, without_waiting
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.registrations import Registration
 from zerokern.zero.runner import UnitRunner
-from zerokern.zero.shard import Shard
+from zerokern.zero.shard import Shard, seen_versions
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.tiers import check_tier, keep_driver, reserve, rests_on, take_driver
 from zerokern.zero.unit import Unit
@@ -53,7 +53,6 @@ from zerokern.zero.units import (
 
 __all__ = ["Sharding"]
 
-_seen_version = attrgetter("seen_version")
 # of the arguments of zk.shard all others are the same on all ranks, as they are given or as it reads them
 _NOT_COMPARED = ("self", "__class__", "module", "group", "groups", "wrapper", "materialize")
 KEPT_UNITS = 8  # what a step frees and asks for again: two whole, their gradients, as much of activations
@@ -194,6 +193,7 @@ class Sharding:
         if self.rests is not None and len(order.tiers) > 1:
             self.at_rest = any(self.group.everyone.exchange(self.at_rest))
         self.shards = [shards[number] for number in range(len(named))]
+        self.seen_versions = seen_versions(self.shards)
         self._has_dtensors = any(shard.placed is not None for shard in self.shards)
         for memory in self.memories:
             if memory.host is None:
@@ -360,14 +360,18 @@ class Sharding:
             self.publisher.announce()
             return
         with without_waiting():
-            seen, versions = map(_seen_version, self.shards), self._versions()
+            seen, before = self.seen_versions, self._versions()
             self.publisher.announce()
-            for shard, known, before, after in zip(self.shards, seen, versions, self._versions(), strict=True):
-                if known == before:  # the optimizer that owns what was written by others has yet to notice
-                    shard.seen_version = after
+            after = self._versions()
+            if seen == before:
+                seen[:] = after
+                return
+            for at, known in enumerate(before):
+                if seen[at] == known:  # the optimizer that owns what was written by others has yet to notice
+                    seen[at] = after[at]
 
-    def _versions(self) -> Sequence[int]:
-        return list(map(version_of, self.zero_order)) if self._has_dtensors else self._bodies.versions()
+    def _versions(self) -> array[int]:
+        return array("q", map(version_of, self.zero_order)) if self._has_dtensors else self._bodies.versions()
 
     @property
     def has_own_gradients(self) -> bool:

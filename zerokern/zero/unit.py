@@ -243,9 +243,7 @@ class Unit:
 
     def _count_updates(self) -> None:
         """Count updates of the shards as writes to the full parameters: autograd refuses graphs of older values."""
-        updated = self._pieces.written(accept=True)
-        if updated:
-            torch.autograd.graph.increment_version([self._written.tensors[place] for place in updated])
+        self._written.count_writes(self._pieces.written(accept=True))
 
     def watch_writes(self) -> None:
         """From here on somebody has the full parameters and may write to them."""

@@ -105,6 +105,13 @@ class Watch:
             self.prints.clear()
         return list(compress(count(), map(operator.ne, now, then)))
 
+    def count_writes(self, places: Sequence[int]) -> None:
+        """Counts a write to each of the tensors at these places, for autograd; they are no inference tensors."""
+        if len(places) == len(self.tensors):
+            self._bodies.bump_versions()
+        elif places:
+            torch.autograd.graph.increment_version([self.tensors[place] for place in places])
+
     def unchanged(self) -> bool:
         """Returns whether none was written or given other memory, in the least time."""
         if not self.tensors:
