@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         "written_parameter_is_read_as_saved",
         "zerokern/zero/saved_tensors.py",
-        "if full._version != version:",
+        "if asked._version != version:",
         "if False:",
         "A parameter that was written between forward and backward is read as if it had been saved so.",
         ("tests/zero/test_writes.py", "tests/zero/test_modules.py"),

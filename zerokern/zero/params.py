@@ -235,6 +235,9 @@ class BucketMemory:
         self._stays = False
         self._reading: Copy | None = None  # the last copy to the device, of a shard in host memory
         self._parts = [] if disk_copier is None else disk_copier.parts(self.own)
+        self._again: Callable[[], Handle] | None = None  # before references are counted: it keeps the storage
+        if self.sharded and self.rest is None and self.host is None:
+            self._again = group.gather_again(self.full, self.shard)
 
     @property
     def nbytes(self) -> int:
@@ -324,6 +327,8 @@ class BucketMemory:
         return self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
 
     def _gather(self, full: Tensor | None) -> Handle:
+        if full is None and self._again is not None:
+            return self._again()
         if self.host is None:
             return self.group.all_gather(self.full if full is None else full, self.shard)
         own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
