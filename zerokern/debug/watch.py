@@ -267,7 +267,8 @@ class _Wait:
 
     def __enter__(self) -> None:
         watch, operation = self._watch, self._entry[0]
-        watch.check(operation)
+        if watch.failure is not None:
+            watch.check(operation)
         if watch._thread is None:
             watch._start()
         self._before = self._process.begin_wait(watch.agreement.ledger, operation)

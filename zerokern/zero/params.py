@@ -207,6 +207,7 @@ class BucketMemory:
         self.bucket, self.group, self.device = bucket, group, pool.device
         self.pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
+        self.nbytes = bucket.padded_numel * self.dtype.itemsize
         self.rest = rest
         self.host, self.disk_copier = host, disk_copier
         self.sharded = sharded and (not group.alone or self.rest is not None or host is not None)
@@ -238,10 +239,6 @@ class BucketMemory:
         self._again: Callable[[], Handle] | None = None  # before references are counted: it keeps the storage
         if self.sharded and self.rest is None and self.host is None:
             self._again = group.gather_again(self.full, self.shard)
-
-    @property
-    def nbytes(self) -> int:
-        return self.bucket.padded_numel * self.dtype.itemsize
 
     def fill(self, entries: Sequence[BucketEntry], *, keeps_initial: bool, replicated: bool) -> dict[int, Tensor]:
         """Copies rank 0's values in, on every rank; returns what rounding lost of this rank's pieces, by place.
@@ -321,14 +318,12 @@ class BucketMemory:
 
         A shard in host memory is copied to its own span first, while the device computes.
         """
-        handle = self._gather(full)
+        handle = self._again() if full is None and self._again is not None else self._gather(full)
         if self.recorder is None or full is not None:
             return handle
         return self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
 
     def _gather(self, full: Tensor | None) -> Handle:
-        if full is None and self._again is not None:
-            return self._again()
         if self.host is None:
             return self.group.all_gather(self.full if full is None else full, self.shard)
         own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
@@ -355,17 +350,19 @@ class BucketMemory:
 
     def allocate(self) -> bool:
         """Allocates the full bucket in the storage of its views; returns whether somebody had kept it allocated."""
-        self.fetch()
+        if self.rest is not None:
+            self.fetch()
         if self.shard is self.own:
             self.gathered = True
             return False
         storage = self.full.untyped_storage()
         kept = bool(storage.nbytes())
-        if not kept:
+        if not kept and self.full.is_cpu:
+            storage.resize_(self.nbytes)
+            on_huge_pages(self.full)
+        elif not kept:
             with self.pool.allocating():
                 storage.resize_(self.nbytes)
-            if self.full.is_cpu:
-                on_huge_pages(self.full)
         self.gathered = True
         return kept
 
@@ -388,7 +385,8 @@ class BucketMemory:
         """
         if self.sharded and self.shard is self.own:
             self.gathered = False
-        self.let_go()
+        if self.rest is not None:
+            self.let_go()
         if self.sharded and self.shard is not self.own:
             self.gathered = False
             storage = self.full.untyped_storage()

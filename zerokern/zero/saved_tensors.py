@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.zero import hooks
+from zerokern.zero.hooks import current_pass
 from zerokern.zero.kinds import is_placed, local_of, shown_as
 from zerokern.zero.params import BucketMemory, Gathered
 from zerokern.zero.sharded import Sharded
@@ -40,38 +41,27 @@ class Runner(Protocol):
 class Note:
     """Says which elements of a unit's bucket an operation has saved."""
 
-    __slots__ = ("_offset", "_shape", "_show", "_strides", "_view", "full", "unit")
+    __slots__ = ("_offset", "_shape", "_show", "_strides", "full", "of_version", "unit", "view")
 
     def __init__(self, saved: Tensor, memory: BucketMemory, unit: Unit) -> None:
         self.unit, local = unit, local_of(saved)
         self._show = shown_as(saved) if is_placed(saved) else None
         self._offset, self._shape, self._strides = int(local.storage_offset()), local.shape, local.stride()
         self.full = memory.full_at(self._offset)
-        self._view: Tensor | None = None
+        self.view: Tensor | None = None
+        self.of_version: Tensor = self.full  # a view shares its version, and is asked faster: it is of torch's class
 
-    @property
-    def version(self) -> int:
-        """The parameter's version, which a view shares: that is asked faster than an object of a class of ours."""
-        return (self.full if self._view is None else self._view)._version
-
-    def read(self, version: int, runner: Runner) -> Tensor:
-        """Returns what was saved when the parameter had this version, once the unit is whole."""
-        unit, view = self.unit, self._view
-        if unit.state is not WHOLE or unit.began != hooks.current_pass() or unit.began == -1:
-            runner.before_reading(unit)
-        asked = self.full if view is None else view
-        if asked._version != version:
-            _refuse(f"a parameter of {asked.dtype}", tuple(self.full.shape), asked._version, version)
-        return self._made() if view is None else view
-
-    def _made(self) -> Tensor:
+    def made(self) -> Tensor:
+        """Returns these elements, as they were saved."""
         with torch._C.DisableTorchFunctionSubclass():
             view = local_of(self.full).detach().as_strided(self._shape, self._strides, self._offset)
             return view if self._show is None else self._show(view)
 
     def keep_view(self, memory: BucketMemory) -> None:
-        """Makes once what `read` returns: it has memory whenever the bucket has, and the parameter's version."""
-        self._view = memory.keep(self._made())
+        """Makes once what is read: it has memory whenever the bucket has, and the parameter's version."""
+        self.view = memory.keep(self.made())
+        if self.view is not None:
+            self.of_version = self.view
 
 
 class Notes:
@@ -96,7 +86,7 @@ class Notes:
             if saved is local and len(self._kept) < MOST_NOTES:
                 self._kept[where] = note
                 note.keep_view(self._memory)
-        return note, note.version, runner
+        return note, note.of_version._version, runner
 
 
 def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> None:
@@ -162,9 +152,16 @@ class SavedTensors:
 @hooks.untraced
 def unpack(packed: Any) -> Tensor:
     saved, version, runner = packed
-    if runner is not None:
-        found: Tensor = saved.read(version, runner)
-        return found
-    if saved._version != version:  # torch does not look at versions where there are hooks
-        _refuse(f"a tensor of {saved.dtype}", tuple(saved.shape), saved._version, version)
-    return saved
+    if runner is None:
+        if saved._version != version:  # torch does not look at versions where there are hooks
+            _refuse(f"a tensor of {saved.dtype}", tuple(saved.shape), saved._version, version)
+        kept: Tensor = saved
+        return kept
+    note: Note = saved
+    unit = note.unit
+    if unit.state is not WHOLE or unit.began != current_pass() or unit.began == -1:
+        runner.before_reading(unit)
+    found = note.of_version._version
+    if found != version:
+        _refuse(f"a parameter of {note.full.dtype}", tuple(note.full.shape), found, version)
+    return note.made() if note.view is None else note.view
