@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -217,19 +216,7 @@ class Group:
 
     def all_gather(self, full: Tensor, shard: Tensor | None = None) -> Handle:
         """Fills `full` with the shards of all ranks, in order. This rank's is `shard`, or lies in its place already."""
-        return self._checked("gather", full, shard)()
-
-    def gather_again(self, full: Tensor, shard: Tensor) -> Callable[[], Handle]:
-        """Returns what launches this `all_gather`, as often as it is called; arguments are checked now.
-
-        Both are tensors with storages of their own, which it keeps; these may have other memory each time.
-
-        >>> full, shard = torch.zeros(2), torch.ones(2)
-        >>> gather = Group(0, 1, torch.device("cpu"), "alone").gather_again(full, shard)
-        >>> gather().wait(); full
-        tensor([1., 1.])
-        """
-        return self._checked("gather", full, shard)
+        return self._gather("gather", full, shard)
 
     def publish(self, full: Tensor) -> Handle:
         """Gathers spans that are in their places already, from a thread of its own beside other collectives.
@@ -268,7 +255,7 @@ class Group:
             receives[self.rank].copy_(sends[self.rank])
         return self._all_to_all(receives, sends)
 
-    def _checked(self, kind: str, full: Tensor, shard: Tensor | None = None) -> Callable[[], Handle]:
+    def _gather(self, kind: str, full: Tensor, shard: Tensor | None = None) -> Handle:
         full = self._flat("full", full)
         span = self._span("full", full)
         if shard is not None:
@@ -283,10 +270,7 @@ class Group:
                 raise ValueError(
                     "shard shares memory with full; allowed: memory of its own, or this rank's own span of full"
                 )
-        return partial(self._gather, kind, (self.size - 1) * span * full.element_size(), full, shard)
-
-    def _gather(self, kind: str, nbytes: int, full: Tensor, shard: Tensor | None) -> Handle:
-        self.traffic.add(kind, nbytes)
+        self.traffic.add(kind, (self.size - 1) * span * full.element_size())
         return self._all_gather(full, shard)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
@@ -327,13 +311,13 @@ class Group:
         text = json.dumps(value).encode()
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         own_span(lengths, self.rank, self.size).fill_(len(text))
-        self._checked("other", lengths)().wait()
+        self._gather("other", lengths).wait()
         counts = lengths.tolist()
         longest = max(counts)
         texts = torch.zeros(self.size * longest, dtype=torch.uint8, device=self.device)
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         own_span(texts, self.rank, self.size)[: len(text)].copy_(mine)
-        self._checked("other", texts)().wait()
+        self._gather("other", texts).wait()
         rows = texts.cpu().view(self.size, longest)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, counts, strict=True)]
 
@@ -345,7 +329,7 @@ class Group:
     def barrier(self) -> None:
         """Waits until all ranks have called this."""
         here = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
-        self._checked("other", here)().wait()
+        self._gather("other", here).wait()
         here.tolist()  # on a device wait() holds only the stream; reading holds the caller
 
     def join(self) -> list[Group]:

@@ -236,9 +236,6 @@ class BucketMemory:
         self._stays = False
         self._reading: Copy | None = None  # the last copy to the device, of a shard in host memory
         self._parts = [] if disk_copier is None else disk_copier.parts(self.own)
-        self._again: Callable[[], Handle] | None = None  # before references are counted: it keeps the storage
-        if self.sharded and self.rest is None and self.host is None:
-            self._again = group.gather_again(self.full, self.shard)
 
     def fill(self, entries: Sequence[BucketEntry], *, keeps_initial: bool, replicated: bool) -> dict[int, Tensor]:
         """Copies rank 0's values in, on every rank; returns what rounding lost of this rank's pieces, by place.
@@ -318,7 +315,7 @@ class BucketMemory:
 
         A shard in host memory is copied to its own span first, while the device computes.
         """
-        handle = self._again() if full is None and self._again is not None else self._gather(full)
+        handle = self._gather(full)
         if self.recorder is None or full is not None:
             return handle
         return self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
