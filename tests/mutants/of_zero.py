@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         "gather_without_memory_is_not_tried_again",
         "zerokern/zero/unit.py",
-        "if self.state is GATHERING and all(memory.gathered for memory in self.sharded):",
+        "if self.state is GATHERING and all(map(_is_gathered, self.sharded)):",
         "if self.state is GATHERING:",
         "A unit of which memory could not be allocated counts as being gathered: modules compute with nothing.",
         ("tests/zero/test_unit.py",),
@@ -234,15 +234,15 @@ MUTANTS = (
     Mutant(
         "saved_parameter_is_read_wherever_it_is",
         "zerokern/zero/saved_tensors.py",
-        "if unit.state is not WHOLE or unit.began != hooks.current_pass() or unit.began == -1:",
-        "if unit.began != hooks.current_pass() or unit.began == -1:",
+        "if unit.state is not WHOLE or unit.began != current_pass() or unit.began == -1:",
+        "if unit.began != current_pass() or unit.began == -1:",
         "What autograd saved of a unit that was released within the pass is read without its memory.",
         ("tests/zero/test_modules.py", "tests/zero/test_different_calls.py", "tests/zero/test_random_programs.py"),
     ),
     Mutant(
         "written_parameter_is_read_as_saved",
         "zerokern/zero/saved_tensors.py",
-        "if full._version != version:",
+        "if found != version:",
         "if False:",
         "A parameter that was written between forward and backward is read as if it had been saved so.",
         ("tests/zero/test_writes.py", "tests/zero/test_modules.py"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -77,4 +78,9 @@ def detail(tensor: Tensor) -> str:
     >>> detail(torch.ones(3))
     '3 elements of torch.float32'
     """
-    return f"{tensor.numel()} elements of {tensor.dtype}"
+    return _described(tensor.numel(), tensor.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(numel: int, dtype: torch.dtype) -> str:
+    return f"{numel} elements of {dtype}"

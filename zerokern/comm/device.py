@@ -40,7 +40,8 @@ class DeviceGroup(CommonGroup):
     ) -> Handle:
         observer = self._common.observer
         operation = self._common.ledger.begin(kind, detail)
-        observer.check(operation)
+        if observer.failure is not None:
+            observer.check(operation)
         try:
             work = launch()
         except RuntimeError as error:

@@ -61,9 +61,12 @@ class Observer:
         if self.failure is not None:
             raise self._error(operation, f"was not begun: {self.failure}")
 
-    @contextmanager
-    def waiting(self, operation: Operation) -> Iterator[None]:
+    def waiting(self, operation: Operation) -> AbstractContextManager[None]:
         """Context manager around a wait for an operation; errors of the transport become CommErrors."""
+        return self._waiting(operation)
+
+    @contextmanager
+    def _waiting(self, operation: Operation) -> Iterator[None]:
         self.check(operation)
         try:
             yield

@@ -101,14 +101,15 @@ class Ledger:
 
     def begin(self, kind: str, detail: str, source: int | None = None) -> Operation:
         """Returns the next operation of a kind."""
-        count = self._next(kind)
+        counts = self.counts
+        counts[kind] = (count := counts.get(kind, 0)) + 1
         if kind == "publish":
             self.publisher = threading.get_ident()
         elif kind == "all_to_all":
             self.exchanger = threading.get_ident()
         else:
             self.thread = threading.get_ident()
-        about = subject()
+        about = _thread.at[1]
         operation = Operation(kind, count, f"{about}: {detail}" if about else detail, source)
         self.record.append(operation)
         return operation

@@ -88,29 +88,10 @@ class GroupWatch(Observer):
             telling.start()
             telling.join(STORE_S)
 
-    @contextlib.contextmanager
-    def waiting(self, operation: Operation) -> Iterator[None]:
+    def waiting(self, operation: Operation) -> contextlib.AbstractContextManager[None]:
         """Context manager around a wait; errors of the transport become errors that name the
         operation and the ranks."""
-        self.check(operation)
-        if self._thread is None:
-            self._start()
-        entry = (operation, time.monotonic())
-        process = self.agreement.process
-        before = process.begin_wait(self.agreement.ledger, operation)
-        self._waits.append(entry)
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.failed(operation, error) from error
-        except BaseException:  # Ctrl-C: it waits no longer
-            process.end_wait(operation, before)
-            with contextlib.suppress(RuntimeError):
-                process.say()
-            raise
-        finally:
-            self._waits.remove(entry)
-            process.end_wait(operation, before)
+        return _Wait(self, operation)
 
     def launched(self, operation: Operation) -> None:
         """Records the last launch on a device, where nobody is seen to wait, and asks the store now and then."""
@@ -273,6 +254,38 @@ class GroupWatch(Observer):
                 self.agreement.process.say()
             except RuntimeError:
                 self.agreement.lost = True
+
+
+class _Wait:
+    """What `GroupWatch.waiting` returns. A class: a generator takes twice the time, for each collective."""
+
+    __slots__ = ("_before", "_entry", "_process", "_watch")
+
+    def __init__(self, watch: GroupWatch, operation: Operation) -> None:
+        self._watch, self._process = watch, watch.agreement.process
+        self._entry = operation, time.monotonic()
+
+    def __enter__(self) -> None:
+        watch, operation = self._watch, self._entry[0]
+        if watch.failure is not None:
+            watch.check(operation)
+        if watch._thread is None:
+            watch._start()
+        self._before = self._process.begin_wait(watch.agreement.ledger, operation)
+        watch._waits.append(self._entry)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        operation = self._entry[0]
+        try:
+            if isinstance(error, RuntimeError):
+                raise self._watch.failed(operation, error) from error
+            if error is not None:  # Ctrl-C: it waits no longer
+                self._process.end_wait(operation, self._before)
+                with contextlib.suppress(RuntimeError):
+                    self._process.say()
+        finally:
+            self._watch._waits.remove(self._entry)
+            self._process.end_wait(operation, self._before)
 
 
 def _live(watch: weakref.ref[GroupWatch]) -> None:

@@ -404,16 +404,15 @@ def _receive(call: Callable[[Tensor], None], grad: Tensor | None) -> Tensor | No
     return grad.new_zeros(()).expand(grad.shape) if plain else None
 
 
-def when_gradient_is_there(tensor: Tensor, call: Callable[[], None]) -> None:
-    """Call when the gradient of a tensor of the graph is complete, before it goes further back."""
-
-    tensor.register_hook(_Own(lambda _: call()))
+def when_gradient_is_there(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
+    """Call with the gradient of a tensor of the graph when it is complete, before it goes further back."""
+    tensor.register_hook(_Own(call))
 
 
 def when_backward_begins(result: Any, call: Callable[[], None]) -> None:
     """Calls when the gradient of any tensor that a forward returned is there, for each of them."""
     for output in graph_tensors(result):
-        when_gradient_is_there(output, call)
+        when_gradient_is_there(output, lambda _: call())
 
 
 def at_end_of_backward(call: Callable[[], None], broken: Callable[[], None] | None = None) -> object:
@@ -432,9 +431,8 @@ def at_end_of_backward(call: Callable[[], None], broken: Callable[[], None] | No
     return watch
 
 
-def outside_of_transforms() -> AbstractContextManager:
-    """What is done within is none of what torch.func differentiates or maps over."""
-    return torch._C._DisableFuncTorch()
+#: context manager: what is done within is none of what torch.func differentiates or maps over
+outside_of_transforms: Callable[[], AbstractContextManager] = torch._C._DisableFuncTorch
 
 
 def allows_saved_hooks() -> bool:

@@ -207,6 +207,7 @@ class BucketMemory:
         self.bucket, self.group, self.device = bucket, group, pool.device
         self.pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
+        self.nbytes = bucket.padded_numel * self.dtype.itemsize
         self.rest = rest
         self.host, self.disk_copier = host, disk_copier
         self.sharded = sharded and (not group.alone or self.rest is not None or host is not None)
@@ -235,10 +236,6 @@ class BucketMemory:
         self._stays = False
         self._reading: Copy | None = None  # the last copy to the device, of a shard in host memory
         self._parts = [] if disk_copier is None else disk_copier.parts(self.own)
-
-    @property
-    def nbytes(self) -> int:
-        return self.bucket.padded_numel * self.dtype.itemsize
 
     def fill(self, entries: Sequence[BucketEntry], *, keeps_initial: bool, replicated: bool) -> dict[int, Tensor]:
         """Copies rank 0's values in, on every rank; returns what rounding lost of this rank's pieces, by place.
@@ -350,17 +347,19 @@ class BucketMemory:
 
     def allocate(self) -> bool:
         """Allocates the full bucket in the storage of its views; returns whether somebody had kept it allocated."""
-        self.fetch()
+        if self.rest is not None:
+            self.fetch()
         if self.shard is self.own:
             self.gathered = True
             return False
         storage = self.full.untyped_storage()
         kept = bool(storage.nbytes())
-        if not kept:
+        if not kept and self.full.is_cpu:
+            storage.resize_(self.nbytes)
+            on_huge_pages(self.full)
+        elif not kept:
             with self.pool.allocating():
                 storage.resize_(self.nbytes)
-            if self.full.is_cpu:
-                on_huge_pages(self.full)
         self.gathered = True
         return kept
 
@@ -383,7 +382,8 @@ class BucketMemory:
         """
         if self.sharded and self.shard is self.own:
             self.gathered = False
-        self.let_go()
+        if self.rest is not None:
+            self.let_go()
         if self.sharded and self.shard is not self.own:
             self.gathered = False
             storage = self.full.untyped_storage()

@@ -95,9 +95,8 @@ def mark_updated(params: Sequence[Tensor]) -> None:
             param.__class__ = _UPDATED[type(param)]
 
 
-def without_waiting() -> Any:
-    """Context manager: parameters are looked at as they are, and nobody waits for an update of them."""
-    return torch._C.DisableTorchFunctionSubclass()
+#: context manager: parameters are looked at as they are, and nobody waits for an update of them
+without_waiting = torch._C.DisableTorchFunctionSubclass
 
 
 class Publisher:

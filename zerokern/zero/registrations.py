@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import checks
 from zerokern.zero.hooks import in_backward
 from zerokern.zero.params import BucketEntry
@@ -37,10 +37,17 @@ class Registrations:
         self.fulls = [entry.full for entry in entries if entry.full is not None]
         pairs = zip(self.fulls, self._params, strict=True)
         self._places = [(*place, param, full) for full, param in pairs for place in places[id(param)]]
-        self._tables, self._names = [one[0] for one in self._places], [one[1] for one in self._places]
-        self._place_params, self._place_fulls = [one[2] for one in self._places], [one[3] for one in self._places]
+        self._whose, self._names, self._place_params, self._place_fulls = (
+            [place[column] for place in self._places] for column in range(4)
+        )
+        tables = {id(table): table for table, *_ in self._places}
+        # by table, what it has while modules compute, and between that
+        self._all_full, self._all_sharded = (
+            [(one, {place[1]: place[kind] for place in self._places if place[0] is one}) for one in tables.values()]
+            for kind in (3, 2)
+        )
         self._is_full = False
-        tables = {id(table) for table, *_ in self._places}
+        self._bodies = TensorBodies([*self._params, *self.fulls])
         rnns = [one for one in module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
         self._rnns = list(map(weakref.ref, rnns))
 
@@ -49,9 +56,12 @@ class Registrations:
         self._is_full = True
         if not in_backward():  # a hook within the last pass may have frozen or thawed the parameters alone
             self._freeze_alike(self._params, self.fulls)
-        found = self._registered()
+        found = list(map(dict.get, self._whose, self._names))
         if not materialized and all(map(operator.is_, found, self._place_params)):
-            self._register(self._place_fulls)
+            for table, fulls in self._all_full:
+                table.update(fulls)
+            if self._rnns:
+                self._refresh_rnns()
             return
         for one, (there, attribute, param, full) in zip(found, self._places, strict=True):
             if one is not param and one is not full:  # by functional_call, say: that is what is to compute
@@ -60,23 +70,18 @@ class Registrations:
                 there[attribute] = full
         self._refresh_rnns()
 
-    def _registered(self) -> list[Any]:
-        return list(map(dict.get, self._tables, self._names))
-
-    def _register(self, tensors: Sequence[Tensor]) -> None:
-        """Puts these into all places."""
-        deque(map(dict.__setitem__, self._tables, self._names, tensors), maxlen=0)
-        self._refresh_rnns()
-
     def register_sharded(self) -> None:
         """Give the modules back the parameters that the user knows."""
         if self._is_full:
-            if all(map(operator.is_, self._registered(), self._place_fulls)):
-                self._register(self._place_params)
+            found = list(map(dict.get, self._whose, self._names))
+            if all(map(operator.is_, found, self._place_fulls)):
+                for table, params in self._all_sharded:
+                    table.update(params)
             else:
-                for there, attribute, param, full in self._places:
-                    if there.get(attribute) is full:
+                for one, (there, attribute, param, full) in zip(found, self._places, strict=True):
+                    if one is full:
                         there[attribute] = param
+            if self._rnns:
                 self._refresh_rnns()
             self._is_full = False
             if not in_backward():  # the forward may have frozen or thawed the full ones alone
@@ -85,8 +90,9 @@ class Registrations:
     def _freeze_alike(self, source: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Freezes and thaws the others as the source is."""
         with without_waiting():
-            wanted, found = list(map(_is_trained, source)), list(map(_is_trained, others))
-            if wanted != found:
+            found, count = self._bodies.trained(), len(self._params)
+            if found[:count] != found[count:]:
+                wanted = map(_is_trained, source)
                 for param, other, trained in zip(self._params, others, wanted, strict=True):
                     if _is_trained(other) is not trained and isinstance(param, Sharded):
                         other.requires_grad_(trained)

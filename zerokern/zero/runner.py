@@ -59,6 +59,7 @@ class UnitRunner:
         self._nbytes = [unit.nbytes for unit in units]
         sharded = [(unit, memory) for unit in units for memory in unit.sharded]
         self._moves = bool(sharded)  # on one rank parameters stay where they are
+        self._may_be_captured = self._moves and group.device.type == "cuda"
         self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
         self._copied = [unit for unit in units if any(memory.host is not None for memory in unit.sharded)]
         self._of_param = {id(entry.param): (unit, entry) for unit in units for entry in unit.entries}
@@ -71,6 +72,7 @@ class UnitRunner:
         self._active: set[int] = set()
         for unit in units:
             unit.active = self._active
+        self._begins = hooks.weakly(self.before_backward, hooks.refuse_gradients)
 
     def hook_units(self, modules: Sequence[nn.Module], settle: Callable[[], None]) -> None:
         """Hook the forwards of all units but the root's, and calls on their parameters.
@@ -102,11 +104,11 @@ class UnitRunner:
             self.forward.begin()
 
     def _is_captured(self) -> bool:
-        return self._moves and capturing(self.group.device)
+        return self._may_be_captured and capturing(self.group.device)
 
     def _refuse_part_in_graph(self, unit: Unit, *, outside: bool = False) -> None:
         """Refuses what a graph would read or leave behind; what is whole otherwise is gathered once more."""
-        captured = self._is_captured()
+        captured = self._may_be_captured and self._is_captured()
         if captured is self._in_graph:
             return
         if in_backward() or (captured and not outside):
@@ -170,13 +172,13 @@ class UnitRunner:
 
     def _end_forward(self, unit: Unit) -> int:
         """End a forward, and those within it that broke off; return the number of its first node."""
-        first, running = 0, sum(one is unit for one, *_ in self._running)
-        while running:
-            ended, packs, first = self._running.pop()
+        first, running = 0, self._running
+        is_running = bool(running) and (running[-1][0] is unit or any(one is unit for one, *_ in running))
+        while is_running:
+            ended, packs, first = running.pop()
             if packs:
                 self.saved.end()
-            if ended is unit:
-                break
+            is_running = ended is not unit
         return first
 
     def _take_turn(self, unit: Unit, order: UnitOrder) -> None:
@@ -188,8 +190,10 @@ class UnitRunner:
         if self.keeps and order is self.backward and unit.is_whole:  # nothing is to be gathered
             return
         over = self._over(unit) if goes_back and not order.left else []
-        more_comes = any(one.pending for one in over)  # of one that has had all of the turns on record
-        self._collect([one for one in over if not one.pending])  # first: others may wait for these
+        more_comes = False  # of one that has had all of the turns on record
+        if over:
+            more_comes = any(one.pending for one in over)
+            self._collect([one for one in over if not one.pending])  # first: others may wait for these
         with during(order.of(unit)):
             over = []
 
@@ -199,8 +203,9 @@ class UnitRunner:
                 return f", when nothing more comes of {', '.join(one.called for one in over)}" if over else ""
 
             order.use(unit, what_else, leaves=more_comes)
-            self._collect(over)
-            done = [one.number for one in self._done(unit)] if goes_back else []
+            if over:
+                self._collect(over)
+            done = self._done(unit) if goes_back else []
             coming = order.coming(self.ahead.depth)
             for verb, number in moves_before(unit.number, coming, self._active, done, self._nbytes, self.ahead):
                 if verb == "Release":
@@ -237,7 +242,7 @@ class UnitRunner:
             self.forward.end()
         elif not self.keeps and not unit.outside and not (recorded and self.forward.last(unit.number)):
             unit.reshard()
-        begins = partial(hooks.weakly(self.before_backward, hooks.refuse_gradients), unit, forward)
+        begins = partial(self._begins, unit, forward)
         for output in outputs:
             hooks.when_gradient_is_there(output, begins)
 
@@ -252,7 +257,7 @@ class UnitRunner:
             self._agree_on_uses_outside()
             self._watch = hooks.at_end_of_backward(self.end_backward, hooks.weakly(self._broken))
 
-    def before_backward(self, unit: Unit, forward: _Forward) -> None:
+    def before_backward(self, unit: Unit, forward: _Forward, *_: Any) -> None:
         """Unshard a unit: the gradient of an output of this forward is there."""
         task = hooks.current_pass()
         if task == forward.begun:
@@ -280,11 +285,14 @@ class UnitRunner:
         self._kept.discard(unit.number)
         self._take_turn(unit, self.backward)
 
-    def _done(self, unit: Unit) -> list[Unit]:
-        """Units whose backward began before this one's: autograd goes back through the forward in order."""
-        active = (one for one in self._active_units() if one.number not in self._kept and not one.is_sharded)
-        others = (one for one in active if one is not unit and one is not self.root)
-        return [one for one in others if not (one.encloses(unit) or one.outside or one.computing)]
+    def _done(self, unit: Unit) -> list[int]:
+        """The units whose backward began before this one's: autograd goes back through the forward in order."""
+        found, others = [], self._active - self._kept - {unit.number, self.root.number}
+        for number in sorted(others):
+            one = self.units[number]
+            if not (one.outside or one.computing or one.is_sharded or one.encloses(unit)):
+                found.append(number)
+        return found
 
     def _agree_on_uses_outside(self) -> None:
         """Agrees with all ranks on the units that were used outside of their modules: these are reduced last."""
@@ -318,14 +326,15 @@ class UnitRunner:
         agree on what comes of that: what they reduce, and in which order, must be the same.
         """
         left, found = self.backward.left, []
-        coming = [] if left else self.backward.coming()
-        for number in self.backward.used():
+        used = self.backward.used()
+        coming = [] if left or self._collected.issuperset(used) else self.backward.coming()
+        for number in used:
+            if number in self._collected:
+                continue
             other = self.units[number]
-            if other is unit or number in coming or number in self._outside or number in self._collected:
+            if other is unit or other is self.root or number in self._outside or number in coming:
                 continue
-            if other is self.root or other.encloses(unit):
-                continue
-            if not left or (other.began == self._task and not other.pending):
+            if not other.encloses(unit) and (not left or (other.began == self._task and not other.pending)):
                 found.append(other)
         return found
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.zero import hooks
+from zerokern.zero.hooks import current_pass
 from zerokern.zero.kinds import is_placed, local_of, shown_as
 from zerokern.zero.params import BucketMemory, Gathered
 from zerokern.zero.sharded import Sharded
@@ -40,57 +41,52 @@ class Runner(Protocol):
 class Note:
     """Says which elements of a unit's bucket an operation has saved."""
 
-    __slots__ = ("_offset", "_shape", "_show", "_strides", "_view", "full", "unit")
+    __slots__ = ("_offset", "_shape", "_show", "_strides", "full", "of_version", "unit", "view")
 
     def __init__(self, saved: Tensor, memory: BucketMemory, unit: Unit) -> None:
         self.unit, local = unit, local_of(saved)
         self._show = shown_as(saved) if is_placed(saved) else None
         self._offset, self._shape, self._strides = int(local.storage_offset()), local.shape, local.stride()
         self.full = memory.full_at(self._offset)
-        self._view: Tensor | None = None
+        self.view: Tensor | None = None
+        self.of_version: Tensor = self.full  # a view shares its version, and is asked faster: it is of torch's class
 
-    def read(self, version: int, runner: Runner) -> Tensor:
-        """Returns what was saved when the parameter had this version, once the unit is whole."""
-        unit, full = self.unit, self.full
-        if unit.state is not WHOLE or unit.began != hooks.current_pass() or unit.began == -1:
-            runner.before_reading(unit)
-        if full._version != version:
-            _refuse(f"a parameter of {full.dtype}", tuple(full.shape), full._version, version)
-        return self._made() if self._view is None else self._view
-
-    def _made(self) -> Tensor:
+    def made(self) -> Tensor:
+        """Returns these elements, as they were saved."""
         with torch._C.DisableTorchFunctionSubclass():
             view = local_of(self.full).detach().as_strided(self._shape, self._strides, self._offset)
             return view if self._show is None else self._show(view)
 
     def keep_view(self, memory: BucketMemory) -> None:
-        """Makes once what `read` returns: it has memory whenever the bucket has, and the parameter's version."""
-        self._view = memory.keep(self._made())
+        """Makes once what is read: it has memory whenever the bucket has, and the parameter's version."""
+        self.view = memory.keep(self.made())
+        if self.view is not None:
+            self.of_version = self.view
 
 
 class Notes:
     """Makes the notes of one unit's bucket. What is packed keeps the runner, as long as the graph lives."""
 
     def __init__(self, memory: BucketMemory, unit: Unit, runner: Callable[[], Runner | None]) -> None:
-        self._memory, self._unit, self._runner = memory, unit, runner
+        self._memory, self._unit, self._runner, self._dtype = memory, unit, runner, memory.dtype
         self._kept: dict[tuple[Any, ...], Note] = {}
 
-    def fits(self, local: Tensor) -> bool:
-        """Whether these elements of the bucket's storage are read as parameters are."""
-        memory = self._memory
-        return memory.gathered and local.dtype is memory.dtype and not (local.is_neg() or local.is_conj())
-
-    def pack(self, saved: Tensor) -> tuple[Note, int, Runner]:
+    def pack(self, saved: Tensor, local: Tensor) -> tuple[Note, int, Runner] | None:
+        """Returns what stands for these elements; None where they are not read as parameters are."""
+        if not self._memory.gathered or local.dtype is not self._dtype or local.is_neg() or local.is_conj():
+            return None
         runner = self._runner()
         assert runner is not None
-        where = saved.storage_offset(), saved.shape, saved.stride()
-        note = None if is_placed(saved) else self._kept.get(where)
+        note = None
+        if saved is local:
+            where = local.storage_offset(), local.shape, local.stride()
+            note = self._kept.get(where)
         if note is None:
             note = Note(saved, self._memory, self._unit)
-            if not is_placed(saved) and len(self._kept) < MOST_NOTES:
+            if saved is local and len(self._kept) < MOST_NOTES:
                 self._kept[where] = note
                 note.keep_view(self._memory)
-        return note, note.full._version, runner
+        return note, note.of_version._version, runner
 
 
 def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> None:
@@ -141,24 +137,31 @@ class SavedTensors:
         local = saved if type(saved) in PLAIN else local_of(saved) if is_placed(saved) else None
         if local is None or type(local) not in PLAIN:
             if isinstance(saved, Sharded) and saved.is_leaf:
-                return saved, saved._version
+                return saved, saved._version, None
             with torch._C.DisableTorchFunctionSubclass():
-                return saved.detach(), saved._version
+                return saved.detach(), saved._version, None
         try:
             notes = self._notes.get(local.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # sparse, or a functional transform's
             notes = None
-        if notes is not None and notes.fits(local):
-            return notes.pack(saved)
-        return saved.detach(), saved._version  # itself, an output would keep the graph that keeps it
+        if notes is not None and (noted := notes.pack(saved, local)) is not None:
+            return noted
+        return saved.detach(), saved._version, None  # itself, an output would keep the graph that keeps it
 
 
 @hooks.untraced
 def unpack(packed: Any) -> Tensor:
-    if len(packed) == 3:
-        note, version, runner = packed
-        return note.read(version, runner)
-    saved, version = packed
-    if saved._version != version:  # torch does not look at versions where there are hooks
-        _refuse(f"a tensor of {saved.dtype}", tuple(saved.shape), saved._version, version)
-    return saved
+    saved, version, runner = packed
+    if runner is None:
+        if saved._version != version:  # torch does not look at versions where there are hooks
+            _refuse(f"a tensor of {saved.dtype}", tuple(saved.shape), saved._version, version)
+        kept: Tensor = saved
+        return kept
+    note: Note = saved
+    unit = note.unit
+    if unit.state is not WHOLE or unit.began != current_pass() or unit.began == -1:
+        runner.before_reading(unit)
+    found = note.of_version._version
+    if found != version:
+        _refuse(f"a parameter of {note.full.dtype}", tuple(note.full.shape), found, version)
+    return note.made() if note.view is None else note.view

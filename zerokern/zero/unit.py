@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -46,11 +47,11 @@ class Unit:
     """The buckets of one unit, their state, and the places in modules where its parameters are registered."""
 
     #: by verb, the states in which it may be called
-    LEGAL: ClassVar[dict[str, frozenset[UnitState]]] = {
-        "unshard": frozenset(UnitState),
-        "wait_for_unshard": frozenset({GATHERING, WHOLE}),
-        "collect": frozenset({WHOLE}),
-        "reshard": frozenset(UnitState),
+    LEGAL: ClassVar[dict[str, tuple[UnitState, ...]]] = {
+        "unshard": tuple(UnitState),
+        "wait_for_unshard": (GATHERING, WHOLE),
+        "collect": (WHOLE,),
+        "reshard": tuple(UnitState),
     }
 
     def __init__(
@@ -71,6 +72,8 @@ class Unit:
         self.entries = [entry for memory in memories for entry in memory.entries]
         self.registrations = Registrations(spec.module, self.entries, places)
         self.sharded = [memory for memory in memories if memory.sharded]
+        self._resting = [memory for memory in self.sharded if memory.rest is not None]
+        self._from_disk = any(memory.disk_copier is not None for memory in self.sharded)
         # what the runner notes: forwards that are running, those whose backward has not begun (also those whose outputs
         # are gone, for ranks drop theirs at different times), the pass in which one last did, and whether others use
         # the parameters, outside of the unit's modules, in this pass
@@ -135,7 +138,7 @@ class Unit:
         """Launch the gathers of the full parameters: SHARDED -> GATHERING."""
         self.active.add(self.number)
         self.wait_for_update()
-        if self.state is GATHERING and all(memory.gathered for memory in self.sharded):
+        if self.state is GATHERING and all(map(_is_gathered, self.sharded)):
             return  # no update has come since that began
         self._count_updates()
         if self.state is WHOLE:
@@ -156,8 +159,10 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Wait for the gathers: GATHERING -> WHOLE."""
         if self.state is not WHOLE:
-            self._check("wait_for_unshard")
-            self._wait()
+            if self.state is not GATHERING:
+                self._check("wait_for_unshard")
+            if self._handles or self._in_place:
+                self._wait()
             self.state = WHOLE
 
     def collect(self) -> None:
@@ -177,12 +182,13 @@ class Unit:
         if self.computing:
             raise StateError(f"reshard() of {self.called}, which is {self.state.name}, within its forward")
         self._in_place.clear()
-        if any(memory.disk_copier is not None for memory in self.sharded):  # nobody needs to hear of a failure any more
+        if self._from_disk:  # nobody needs to hear of a failure any more
             handles, self._handles = self._handles, []
             for handle in handles:
                 with contextlib.suppress(IoError):
                     handle.wait()
-        self._wait()
+        if self._handles or self._in_place:
+            self._wait()
         self.registrations.register_sharded()
         self._is_lent = False
         for memory in self.sharded:
@@ -196,7 +202,7 @@ class Unit:
         if memory.shard is memory.own:
             self._in_place.append(memory)
             return
-        if memory.disk_copier is None or not memory.group.alone:
+        if memory.rest is not None and (memory.disk_copier is None or not memory.group.alone):
             self._wait_for_shard(memory)
         self._handles.append(memory.gather())
 
@@ -214,8 +220,6 @@ class Unit:
             memory.recorder.fetched()
 
     def _wait(self) -> None:
-        if not self._handles and not self._in_place:
-            return
         with hooks.outside_of_transforms(), named("wait for", self.name or "root"):
             while self._handles:  # where one fails, it fails again for whoever waits again
                 try:
@@ -227,7 +231,7 @@ class Unit:
             while self._in_place:
                 self._wait_for_shard(self._in_place[-1])
                 self._in_place.pop()
-        for memory in self.sharded:
+        for memory in self._resting:
             if memory.shard is not memory.own:
                 memory.let_go()
         mark_gathered(self._written.tensors)
@@ -271,6 +275,9 @@ class Unit:
                 torch.autograd.graph.increment_version(piece)
             elif not torch.equal(written, piece):
                 piece.copy_(written)
+
+
+_is_gathered = operator.attrgetter("gathered")
 
 
 def _nothing() -> None:
