@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["goes_by_gram", "iterate_gram_", "room_numel", "segments_of"]
+__all__ = ["flops_of", "goes_by_gram", "iterate_gram_", "room_numel", "segments_of"]
 
 Coefficients = tuple[float, float, float]
 _LEAST_SHORT = 128
@@ -70,6 +70,19 @@ def segments_of(coefficients: Sequence[Coefficients]) -> list[int]:
         found[-1] += 1
         growth *= a * a
     return found
+
+
+def flops_of(rows: int, columns: int, coefficients: Sequence[Coefficients]) -> int:
+    """Returns the floating-point operations of the products: of symmetric ones those of the blocks that are computed.
+
+    >>> flops_of(64, 1024, [(1.5, -0.5, 0.0)]) == 2 * 64 * 64 * (1024 + 64 + 1024)
+    True
+    """
+    small, large = sorted((rows, columns))
+    half = sum(2 * min(_BLOCK, small - begin) * min(begin + _BLOCK, small) for begin in range(0, small, _BLOCK))
+    segments = segments_of(coefficients)
+    squares = 4 * len(coefficients) - 3 * len(segments)  # of a segment's n steps n, 2 (n - 1) and n - 1
+    return len(segments) * large * (half + 2 * small * small) + squares * half * small
 
 
 def room_numel(rows: int, columns: int) -> int:

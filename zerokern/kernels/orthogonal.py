@@ -69,7 +69,7 @@ def iterate_(
     """
     torch.get_num_threads()  # sets this thread up as the program has asked: else MKL multiplies with its own default
     by = each_step(coefficients, steps)
-    if steps > 0 and form == "gram" and goes_by_gram(*x.shape[-2:], x.dtype):
+    if steps > 0 and form == "gram" and goes_by_gram(x.shape[-2], x.shape[-1], x.dtype):
         matrices, each_sums = x.view(-1, *x.shape[-2:]), sums.view(-1, sums.shape[-1]).tolist()
         for number, (one, some) in enumerate(zip(matrices, each_sums, strict=True)):
             iterate_gram_(one, _norm(some, eps), by, halfway if number == len(matrices) // 2 else None)
