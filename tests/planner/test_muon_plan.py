@@ -204,14 +204,14 @@ def test_the_rank_that_multiplies_and_sends_most_at_stage_3_is_planned(schedule:
     assert (muon.exchanged, muon.rank_exchanged) == (sum(sent), max(sent)), sent
 
 
-def peaks(rank: int, ns_dtype: str) -> tuple[int, int, int]:
+def peaks(rank: int, ns_dtype: str, ns_form: str) -> tuple[int, int, int]:
     """Bytes above what is held: of a step, as the kernel counts pages; as planned; and what is left behind."""
     large_things_apart()
     torch.manual_seed(0)
-    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(1536, 1024, bias=False) for _ in range(3))})
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2048, 1024, bias=False) for _ in range(3))})
     groups = zk.muon_groups(model)
-    plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype=ns_dtype)
-    opt = zk.Muon(groups[0], ns_dtype=ns_dtype, ns_steps=1)  # all need the same memory
+    plan = zk.plan(model, stage=0, optimizer="muon", ns_dtype=ns_dtype, ns_form=ns_form)
+    opt = zk.Muon(groups[0], ns_dtype=ns_dtype, ns_form=ns_form, ns_steps=2)  # more need no more memory
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     for _ in range(2):
@@ -225,15 +225,16 @@ def peaks(rank: int, ns_dtype: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@each("ns_dtype", ["fp32", "bf16"])
-def test_a_step_holds_one_matrix_in_flight(ns_dtype: str) -> None:
+@each("ns_dtype, ns_form", [("fp32", "standard"), ("bf16", "standard"), ("fp32", "gram")])
+def test_a_step_holds_one_matrix_in_flight(ns_dtype: str, ns_form: str) -> None:
     """Of three, beside what the library of products takes: its tiles, and, on a CPU without products of bf16, the sums
     of one in fp32."""
-    ((found, planned, left),) = run_ranks(1, peaks, ns_dtype)
+    ((found, planned, left),) = run_ranks(1, peaks, ns_dtype, ns_form)
     multiplies = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512_bf16", "amx_bf16"))
-    sums = 0 if ns_dtype == "fp32" or multiplies else 4 * 1536 * 1024
+    sums = 0 if ns_dtype == "fp32" or multiplies else 4 * 2048 * 1024
     size = 4 if ns_dtype == "fp32" else 2
-    assert planned == size * (2 * 1536 * 1024 + 2 * 1024 * 1024) + 8 * -(-1536 * 1024 // (1 << 16))
+    room = 2048 * 1024 + 2 * 1024 * 1024 if ns_form == "standard" else 4 * 1024 * 1024 + 256 * 1024
+    assert planned == size * (2048 * 1024 + room) + 8 * (2048 * 1024 >> 16)
     assert planned - SLACK <= found <= planned + sums + 3 * MIB, (found / MIB, planned / MIB)
     assert abs(left) <= SLACK
 
@@ -265,6 +266,24 @@ class TestPlanned:
             counted += counter.get_total_flops()
         plan = zk.plan(model, optimizer="muon", ns_steps=3, units=list(model))
         assert plan.muon is not None and plan.muon.flops == counted
+
+    @pytest.mark.parametrize("each", [None, ((4.0, -6.0, 3.0), (3.0, -4.0, 2.0), (2.0, -1.5, 0.5))])
+    def test_the_gram_form_is_counted_for_the_matrices_that_it_multiplies(self, each: Any) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        from zerokern.kernels.orthogonal import COEFFICIENTS, iterate_, workspace_numel
+
+        model = nn.ModuleList([nn.Linear(*shape, bias=False) for shape in ((1100, 260), (260, 1100), (64, 32))])
+        with FlopCounterMode(display=False) as counter:
+            for layer in model:
+                one = torch.ones(1, dtype=torch.float64)
+                iterate_(layer.weight.detach().clone(), one, each or COEFFICIENTS, 3, form="gram")
+        found = {"optimizer": "muon", "ns_steps": 3, "units": list(model), "device": "cpu"}
+        plan, standard = (zk.plan(model, ns_form=form, ns_coefficients=each, **found) for form in ("gram", "standard"))
+        assert plan.muon is not None and standard.muon is not None
+        assert plan.muon.flops == counter.get_total_flops() < standard.muon.flops
+        room = workspace_numel(torch.empty(260, 1100), "gram")
+        assert plan.muon.workspace == 4 * (260 * 1100 + room) + 8 * 5 < standard.muon.workspace
 
     @pytest.mark.parametrize("world, padding, uneven", [(8, 0, 0), (64, 0.0769, 0.0568), (256, 1.1538, 1.1135)])
     def test_ranks_share_what_they_can(self, world: int, padding: float, uneven: float) -> None:
@@ -398,7 +417,10 @@ class TestPlanned:
             ("gpt2", {"whole": ["*"]}, "unless a module is planned"),
             ("gpt2", {"ns_dtype": "fp16"}, "None | 'bf16' | 'fp32'"),
             ("gpt2", {"ns_steps": 100}, "from 0 to 99"),
-            ("gpt2", {"optimizer": "adamw", "ns_steps": 3}, "'muon' where ns_dtype or ns_steps is given"),
+            ("gpt2", {"optimizer": "adamw", "ns_steps": 3}, "'muon' where ns_dtype, ns_steps, ns_form or"),
+            ("gpt2", {"ns_form": "gramm", "device": "cpu"}, "'standard' | 'gram'"),
+            ("gpt2", {"ns_form": "gram"}, "measured on CPUs alone"),
+            ("gpt2", {"ns_coefficients": ((1.5, -0.5, 0.0),)}, "1, as many as ns_coefficients has triples"),
             (nn.Linear(4, 4), {}, "one with matrices in repeated blocks"),
             (nn.Linear(4, 4), {"whole": ["bias"]}, "allowed: matrices"),
         ],

@@ -111,7 +111,7 @@ def trained(
     whole = zk.muon_groups(model, split=SPLIT)[0] if stage in (1, 2) else None
     world.shard(model, stage=stage, whole=whole)
     opts = optimizers(model, tier=tier, schedule=schedule, **formats)
-    with mock.patch.multiple(gram, _LEAST_SHORT=1, _LEAST_ASPECT=1, _LEAST_NUMEL=1):  # small ones too
+    with mock.patch.multiple(gram, _LEAST_SHORT=1, _LEAST_ASPECT=1, _LEAST_LONG=1, _LEAST_NUMEL=1):  # small ones too
         train(world, model, opts, range(4), dtype)
     return full(model)
 

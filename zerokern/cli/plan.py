@@ -14,6 +14,7 @@ from zerokern.core.errors import ZerokernError, got
 from zerokern.core.units import BINARY
 from zerokern.pages import text_page, width_here
 from zerokern.planner.amounts import parse_numel
+from zerokern.planner.recipe import NS_FORMS
 from zerokern.planner.transformer import ATTENTIONS, PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 SHAPE = ("layers", "hidden", "heads", "batch", "seq", "ci", "attention")
 SETTINGS = (  # options that are keywords of `zk.plan`
-    "stage", "mesh", "optimizer", "ns_dtype", "ns_steps", "param_dtype", "reduce_dtype", "state_format",
+    "stage", "mesh", "optimizer", "ns_dtype", "ns_steps", "ns_form", "param_dtype", "reduce_dtype",
+    "state_format",
     "master_format", "tier", "update", "param_tier", "keep", "micro", "bucket_bytes", "accumulate", "no_sync",
     "device", "device_memory", "host_memory", "disk", "ranks_per_host",
 )  # fmt: skip
@@ -90,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, muon, none")
     add("--ns-dtype", choices=("bf16", "fp32"), help="of Muon's iteration (bf16; on a CPU fp32, unless it has tiles)")
     add("--ns-steps", type=int, default=5, metavar="N", help="of it (5)")
+    add("--ns-form", choices=NS_FORMS, default="standard", help="of it (standard)")
     add("--param-dtype", metavar="DTYPE", help="bf16, fp16, fp32 (a number: bf16; a model: its own)")
     add("--reduce-dtype", metavar="DTYPE", help="of gradients (the parameters')")
     add("--state-format", default="fp32", metavar="FORMAT", help="fp32, bf16, int8")

@@ -1,84 +1,70 @@
-"""Newton-Schulz on the Gram matrix of the shorter side: two long products in place of ten.
+"""Newton-Schulz by the Gram matrix of the shorter side, of which only the lower half is computed.
 
-With G = X X^T a step multiplies X by P = a I + b G + c G^2, and makes P G P of G. So Q = P_4 ... P_0 comes of products
-of the shorter side alone, and the result is Q X.
+With G = X X^T a step multiplies X by P = a I + b G + c G^2, and makes P G P of G. So Q = P_2 P_1 P_0 comes of products
+of the shorter side alone, and Q X, one long product, stands for three steps. All squares are polynomials of the first
+G, so they are symmetric: of each the lower half is computed, and copied.
 
-G has the squares of the singular values. Rounded as X is, it loses those below the root of what X would lose; and where
-they should be 0 it may have small negative eigenvalues, which each step multiplies by a^2. So G and Q are wider than X
-(`_Arithmetic`), and X comes between, and G anew of it, before an error of G has grown to a size that counts.
+An error of G counts where singular values are small: each step that follows multiplies it by a^2. So Q multiplies X,
+and G is computed anew of that, before errors have grown too much (`segments_of`).
 
-Matrices are passed panel by panel, each converted as it comes; nothing as large as the matrix lies beside it.
+All is in fp32. bf16 matrices are multiplied by the standard form. With G in bf16 results are up to twice as far from
+float64 as the standard form's; with G in fp32, whose products take 4 times as long as bf16's where the CPU has
+instructions for these, the iteration is not faster.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerokern.kernels.products import add_product, multiply
-
-__all__ = ["goes_by_gram", "iterate_gram_", "room_nbytes", "segments_of"]
+__all__ = ["flops_of", "goes_by_gram", "iterate_gram_", "room_numel", "segments_of"]
 
 Coefficients = tuple[float, float, float]
-_LEAST_ASPECT = 8
-"""Below it the products of the shorter side, which are wider, take as long as the ten long ones."""
 _LEAST_SHORT = 128
+_LEAST_LONG = 1024
 _LEAST_NUMEL = 1 << 18
-"""Of 64 x 512 and 128 x 1024 calls and conversions take longer than what is saved: 0.85 and 0.87 times the standard
-form's speed."""
-_BLOCK = 128
-"""rows of a square of which only the lower half is computed, and copied: it is symmetric"""
-_LEAST_BLOCKED = 512
+_LEAST_ASPECT = 2
+"""Below one of the four the iteration is less than 1.3 times as fast as the standard form: 1.26 at 1024 x 128."""
+_FIRST_GROWTH = 2.0**8
+_LATER_GROWTH = 2.0**3
+_BLOCK = 64
+"""rows of a square that are computed at once, up to the diagonal"""
 _TERMS = 64
-"""of Q X that fp32 adds up in a row; in longer sums the result is up to 1.3 times as far away as the standard form's"""
-_PANEL_NUMEL = 1 << 16
+"""of Q X that are added up in a row: in longer sums small singular values come out less exact"""
+_PANEL_NUMEL = 1 << 17
 _LEAST_PANEL = 256
 
 
-class _Arithmetic(NamedTuple):
-    """What is multiplied in, and how much an error of G may grow in all.
+def goes_by_gram(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Returns whether matrices of this shape are multiplied by the Gram matrix: others gain little or nothing.
 
-    `small`: of G, Q and all else with two short sides. Q X is in fp32.
-    """
-
-    small: torch.dtype
-    most_growth: float
-
-
-# fp32 in float64: an error of G stays below what rounding X to fp32 makes of it. bf16 in fp32: errors of G stay below
-# 1/512, and the results are nearer than bf16's (tests/kernels/test_gram.py).
-_BY_DTYPE = {
-    torch.float32: _Arithmetic(torch.float64, 2.0**29),
-    torch.bfloat16: _Arithmetic(torch.float32, 2.0**15),
-}
-
-
-def goes_by_gram(rows: int, columns: int) -> bool:
-    """Returns whether matrices of this shape are multiplied by the Gram matrix; with others that takes longer.
-
-    >>> goes_by_gram(128, 2048), goes_by_gram(128, 1024), goes_by_gram(2048, 300), goes_by_gram(64, 4096)
-    (True, False, False, False)
+    >>> [goes_by_gram(*shape, torch.float32) for shape in [(256, 1024), (1024, 512), (128, 1024), (64, 8192)]]
+    [True, True, False, False]
+    >>> goes_by_gram(256, 1024, torch.bfloat16)
+    False
     """
     small, large = sorted((rows, columns))
-    return small >= _LEAST_SHORT and large >= _LEAST_ASPECT * small and small * large >= _LEAST_NUMEL
+    is_long = large >= max(_LEAST_LONG, _LEAST_ASPECT * small)
+    return dtype is torch.float32 and small >= _LEAST_SHORT and is_long and small * large >= _LEAST_NUMEL
 
 
-def segments_of(coefficients: Sequence[Coefficients], most_growth: float) -> list[int]:
-    """Returns after how many steps each time G is made anew of X, which Q has been multiplied by.
+def segments_of(coefficients: Sequence[Coefficients]) -> list[int]:
+    """Returns after how many steps each time G is computed anew of X, which Q has been multiplied by.
 
-    An eigenvalue near 0, and the error of one, grows by a^2 in each step that is followed by another one.
+    An error of an eigenvalue near 0 grows by a^2 in each step that is followed by another one. The first G, of a matrix
+    of norm 1, is itself 1 at most. Those that follow have eigenvalues near 1, as many as rows, and errors accordingly;
+    so less growth is allowed.
 
-    >>> segments_of([(3.4445, -4.775, 2.0315)] * 5, 2.0**15), segments_of([(8.0, -23.0, 17.0)] * 5, 2.0**15)
-    ([5], [3, 2])
+    >>> segments_of([(3.4445, -4.775, 2.0315)] * 5), segments_of([(8.0, -23.0, 17.0)] * 3)
+    ([3, 1, 1], [2, 1])
     """
     found: list[int] = []
     growth = math.inf
     for a, _, _ in coefficients:
-        if growth > most_growth:
+        if growth > (_FIRST_GROWTH if len(found) == 1 else _LATER_GROWTH):
             found.append(0)
             growth = 1.0
         found[-1] += 1
@@ -86,149 +72,112 @@ def segments_of(coefficients: Sequence[Coefficients], most_growth: float) -> lis
     return found
 
 
-def room_nbytes(x: Tensor) -> int:
-    """Returns the bytes that the iteration needs beside `x`: four small squares and two panels.
+def flops_of(rows: int, columns: int, coefficients: Sequence[Coefficients]) -> int:
+    """Returns the floating-point operations of the products: of symmetric ones those of the blocks that are computed.
 
-    >>> room_nbytes(torch.empty(4, 64)), 8 * (4 * 4 * 4 + 2 * 4 * 64)
-    (4608, 4608)
+    >>> flops_of(64, 1024, [(1.5, -0.5, 0.0)]) == 2 * 64 * 64 * (1024 + 64 + 1024)
+    True
     """
-    small, large = sorted(x.shape[-2:])
-    width, itemsize = _panel_of(small, large), _BY_DTYPE[x.dtype].small.itemsize
-    return x.shape[:-2].numel() * (4 * small * small + 2 * small * width) * itemsize
+    small, large = sorted((rows, columns))
+    half = sum(2 * min(_BLOCK, small - begin) * min(begin + _BLOCK, small) for begin in range(0, small, _BLOCK))
+    segments = segments_of(coefficients)
+    squares = 4 * len(coefficients) - 3 * len(segments)  # of a segment's n steps n, 2 (n - 1) and n - 1
+    return len(segments) * large * (half + 2 * small * small) + squares * half * small
+
+
+def room_numel(rows: int, columns: int) -> int:
+    """Returns how many elements the iteration needs beside a matrix: four small squares and a panel.
+
+    >>> room_numel(4, 64)
+    320
+    """
+    small, large = sorted((rows, columns))
+    return 4 * small * small + small * _panel_of(small, large)
 
 
 def iterate_gram_(
-    x: Tensor, norm: Tensor, coefficients: Sequence[Coefficients], halfway: Callable[[], None] | None = None
+    x: Tensor, norm: float, coefficients: Sequence[Coefficients], halfway: Callable[[], None] | None = None
 ) -> None:
-    """Replaces a matrix, or each of a batch, by what so many steps make of x / norm. At least one step.
+    """Replaces a matrix by what so many steps make of x / norm. At least one step.
 
-    `norm`: with as many dimensions as `x`. `halfway` is called in the middle of the steps.
+    `halfway` is called in the middle of the steps.
 
     >>> x = torch.tensor([[3.0, 0.0, 0.0, 0.0], [0.0, 4.0, 0.0, 0.0]])
-    >>> iterate_gram_(x, torch.full((1, 1), 5.0), [(1.5, -0.5, 0.0)] * 20); x
+    >>> iterate_gram_(x, 5.0, [(1.5, -0.5, 0.0)] * 20); x
     tensor([[1., 0., 0., 0.],
             [0., 1., 0., 0.]])
     """
-    how = _BY_DTYPE[x.dtype]
-    small, large = sorted(x.shape[-2:])
-    width = _panel_of(small, large)
-    count = x.shape[:-2].numel()
-    squares = torch.empty(4, *x.shape[:-2], small, small, dtype=how.small, device=x.device)
-    panels = torch.empty(2, count * small * width, dtype=how.small, device=x.device)
-    matrix = _Panels(x, width, panels)
-    divisor: Tensor | None = norm
+    small, tall = min(x.shape), x.shape[0] > x.shape[1]
+    room = x.new_empty(room_numel(*x.shape))
+    gram, change, product, total = room[: 4 * small * small].view(4, small, small)
+    panel = room[4 * small * small :]
+    # by a power of two nothing is rounded; the polynomials of the first segment divide by the rest of the norm
+    rest = 1.0
+    if math.isfinite(norm):
+        mantissa, exponent = math.frexp(norm)
+        norm, rest = 2.0 ** (exponent - 1), 2.0 * mantissa
+    x.div_(norm)
     done, middle = 0, len(coefficients) // 2
-    for steps in segments_of(coefficients, how.most_growth):
-        gram, change, product, total = squares
-        matrix.square(gram, divisor)
+    for steps in segments_of(coefficients):
+        lying = x.mT if tall else x
+        _multiply_lower(lying, lying.mT, gram)
+        identity = 1.0  # Q is total and so many times I: the diagonal, added up with the rest, would cost digits
         for number in range(steps):
             if done == middle and halfway is not None:
                 halfway()
             a, b, c = coefficients[done]
+            b, c = b / rest**2, c / rest**4
             done += 1
-            _add(gram, gram, gram, change, beta=b, alpha=c)  # P is this and a I
-            if number < steps - 1:
-                _add(gram, change, gram, product, beta=a)
-                _add(product, product, change, gram, beta=a)
+            is_last = number == steps - 1
+            if is_last:
+                a, b, c = a / rest, b / rest, c / rest
+            _multiply_lower(gram, gram, change, gram, beta=b, alpha=c)  # P is this and a I
+            if not is_last:
+                _multiply_lower(change, gram, product, gram, beta=a)
+                _multiply_lower(product, change, gram, product, beta=a)
             if number == 0:
                 change, total = total, change
-                total.diagonal(dim1=-2, dim2=-1).add_(a)
             else:
-                _add(total, change, total, product, beta=a)
+                _multiply_lower(change, total, product, total, beta=a)
+                product.add_(change, alpha=identity)
                 total, product = product, total
-        matrix.multiply(total, divisor, spare=change)
-        divisor = None
-
-
-class _Panels:
-    """A matrix, or a batch, with the shorter side first, whatever its layout: so many columns of it at a time."""
-
-    def __init__(self, x: Tensor, width: int, memory: Tensor) -> None:
-        self._x, self._memory, self._width = x, memory, width
-        self._tall = x.shape[-2] > x.shape[-1]
-
-    def square(self, out: Tensor, norm: Tensor | None) -> None:
-        """Writes the matrix times its transpose."""
-        for number, part in enumerate(self._parts()):
-            panel = self._converted(part, out.dtype, norm)
-            one, other = (panel.mT, panel) if self._tall else (panel, panel.mT)
-            _add(out, one, other, out, beta=1.0 if number else 0.0, mirrors=False)
-        _mirror(out)
-
-    def multiply(self, by: Tensor, norm: Tensor | None, spare: Tensor) -> None:
-        """Multiplies the matrix by a square, which is lost. `spare`: memory of such another one.
-
-        What is rounded to fp32 counts once, at the end. So X is divided by a power of two alone, and the square by the
-        rest of the norm. And the diagonal, by far the largest where most singular values are small, comes last: added
-        up with the rest it would cost digits in each addition after it. What its rounding leaves is with the rest.
-        """
-        power: Tensor | None = None
-        if norm is not None:
-            rest = torch.where(norm.isinf(), 1.0, 2.0 * torch.frexp(norm).mantissa)
-            power = norm / rest
-            by.div_(rest)
-        along = by.diagonal(dim1=-2, dim2=-1)
-        diagonal = along.to(torch.float32, copy=True)
-        along.sub_(diagonal)
-        diagonal = diagonal.unsqueeze(-2 if self._tall else -1)
-        if by.dtype is not torch.float32:
-            by = spare.view(-1).view(torch.float32)[: by.numel()].view(by.shape).copy_(by)
-        for part in self._parts():
-            panel = self._converted(part, torch.float32, power)
-            made = self._at(1, panel.shape, torch.float32)
-            for begin in range(0, by.shape[-1], _TERMS):
-                some = slice(begin, begin + _TERMS)
-                one, other = by[..., some], panel[..., some] if self._tall else panel[..., some, :]
-                one, other = (other, one.mT) if self._tall else (one, other)
-                add_product(made, one, other, made, beta=1.0) if begin else multiply(one, other, made)
-            part.copy_(made.addcmul_(diagonal, panel))
-
-    def _parts(self) -> Sequence[Tensor]:
-        return self._x.split(self._width, -2 if self._tall else -1)
-
-    def _at(self, which: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return self._memory[which].view(dtype)[: shape.numel()].view(shape)
-
-    def _converted(self, part: Tensor, dtype: torch.dtype, divisor: Tensor | None) -> Tensor:
-        panel = self._at(0, part.shape, dtype).copy_(part)
-        return panel if divisor is None else panel.div_(divisor)
+            identity *= a
+        _multiply_long(total, identity, x, panel)
+        rest = 1.0
 
 
 def _panel_of(small: int, large: int) -> int:
-    """Returns how many columns are converted at a time."""
-    return min(large, max(_LEAST_PANEL, _PANEL_NUMEL // small))
+    """Returns how many columns Q is multiplied by at a time."""
+    return min(large, max(_LEAST_PANEL, _PANEL_NUMEL // max(1, small)))
 
 
-def _add(
-    addend: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float = 1.0, mirrors: bool = True
+def _multiply_lower(
+    a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 0.0, alpha: float = 1.0
 ) -> None:
-    """Writes beta * addend + alpha * a @ b, which is symmetric. `out` may be `addend`, of which the lower half is read.
-
-    Only the lower half of what is large is computed; `mirrors`: and copied into the upper one.
-    """
-    small = out.shape[-1]
-    if small < _LEAST_BLOCKED:
-        if beta:
-            add_product(addend, a, b, out, beta=beta, alpha=alpha)
-        else:
-            multiply(a, b, out)
-        return
-    for added, one, other, to in zip(*(x.view(-1, *x.shape[-2:]) for x in (addend, a, b, out)), strict=True):
-        for begin in range(0, small, _BLOCK):
-            rows, end = slice(begin, begin + _BLOCK), min(begin + _BLOCK, small)
-            if beta:
-                torch.addmm(added[rows, :end], one[rows], other[:, :end], beta=beta, alpha=alpha, out=to[rows, :end])
-            else:
-                torch.mm(one[rows], other[:, :end], out=to[rows, :end])
-    if mirrors:
-        _mirror(out)
-
-
-def _mirror(square: Tensor) -> None:
-    """Copies the lower half of what `_add` has computed by halves into the upper one."""
-    small = square.shape[-1]
-    if small < _LEAST_BLOCKED:
-        return
+    """Writes beta * addend + alpha * a @ b, which is symmetric: the lower half, in blocks of rows, and copies it."""
+    small = out.shape[0]
+    added = out if addend is None else addend
+    for begin in range(0, small, _BLOCK):
+        rows, end = slice(begin, begin + _BLOCK), min(begin + _BLOCK, small)
+        torch.addmm(added[rows, :end], a[rows], b[:, :end], beta=beta, alpha=alpha, out=out[rows, :end])
     for begin in range(_BLOCK, small, _BLOCK):
         rows = slice(begin, begin + _BLOCK)
-        square[..., :begin, rows] = square[..., rows, :begin].mT
+        out[:begin, rows] = out[rows, :begin].mT
+
+
+def _multiply_long(total: Tensor, identity: float, x: Tensor, memory: Tensor) -> None:
+    """Multiplies the matrix by total + identity * I, panel by panel, on the side of the shorter one."""
+    small, large = sorted(x.shape)
+    tall = x.shape[0] > x.shape[1]
+    diagonal = total.diagonal()
+    exact = diagonal.double().add_(identity)
+    along = exact.float()
+    diagonal.copy_(exact.sub_(along))  # with the rest goes what its rounding leaves
+    along = along if tall else along.unsqueeze(1)
+    for part in x.split(_panel_of(small, large), 0 if tall else 1):
+        made = memory[: part.numel()].view(part.shape)
+        for begin in range(0, small, _TERMS):
+            some = slice(begin, begin + _TERMS)
+            one, other = (part[:, some], total[some]) if tall else (total[:, some], part[some])
+            torch.addmm(made, one, other, beta=1.0 if begin else 0.0, out=made)
+        torch.addcmul(made, along, part, out=part)

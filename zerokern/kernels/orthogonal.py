@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.gram import goes_by_gram, iterate_gram_, room_nbytes
+from zerokern.kernels.gram import goes_by_gram, iterate_gram_, room_numel
 from zerokern.kernels.products import add_product, multiply
 
 __all__ = [
@@ -59,7 +59,8 @@ def iterate_(
         sums: float64 sums of squares of the chunks of each matrix, as `ops.muon` writes them: (chunks,) or (k, chunks).
         coefficients: of all steps, or a sequence of them, one for each step.
         halfway: is called in the middle of the steps: for what goes on beside them.
-        form: "gram" multiplies matrices that are long enough by the polynomial of their Gram matrix (`gram`).
+        form: "gram" multiplies fp32 matrices that are long enough by polynomials of their Gram matrix, one by one
+            (`gram`).
 
     >>> x = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     >>> iterate_(x, torch.tensor([25.0], dtype=torch.float64), (1.5, -0.5, 0.0), 20); x
@@ -68,7 +69,11 @@ def iterate_(
     """
     torch.get_num_threads()  # sets this thread up as the program has asked: else MKL multiplies with its own default
     by = each_step(coefficients, steps)
-    by_gram = steps > 0 and form == "gram" and goes_by_gram(x.shape[-2], x.shape[-1])
+    if steps > 0 and form == "gram" and goes_by_gram(x.shape[-2], x.shape[-1], x.dtype):
+        matrices, each_sums = x.view(-1, *x.shape[-2:]), sums.view(-1, sums.shape[-1]).tolist()
+        for number, (one, some) in enumerate(zip(matrices, each_sums, strict=True)):
+            iterate_gram_(one, _norm(some, eps), by, halfway if number == len(matrices) // 2 else None)
+        return
     norm: float | list[float] | Tensor
     if x.device.type != "cpu":
         norm = _norms(sums, eps)
@@ -76,10 +81,6 @@ def iterate_(
         norm = _norm(sums.tolist(), eps)
     else:
         norm = [_norm(some, eps) for some in sums.tolist()]
-    if by_gram:
-        norm = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32).view(*x.shape[:-2], 1, 1)
-        iterate_gram_(x, norm, by, halfway)
-        return
     room = torch.empty(workspace_numel(x), dtype=x.dtype, device=x.device)
     _iterate(x, norm, room, by, halfway)
 
@@ -97,14 +98,14 @@ def each_step(coefficients: Coefficients | Sequence[Coefficients], steps: int) -
 
 def workspace_numel(x: Tensor, form: str = "standard") -> int:
     """Returns how many elements of its dtype the iteration needs beside `x`: for each matrix its own and those of two
-    small squares; or four wider squares and two panels (`gram`).
+    small squares; or, for one at a time, four squares and a panel (`gram`).
 
     >>> workspace_numel(torch.empty(10, 4)), workspace_numel(torch.empty(8, 10, 4))
     (72, 576)
     """
     rows, cols = x.shape[-2:]
-    if form == "gram" and goes_by_gram(rows, cols):
-        return room_nbytes(x) // x.itemsize
+    if form == "gram" and goes_by_gram(rows, cols, x.dtype):
+        return room_numel(rows, cols)
     return x.shape[:-2].numel() * (rows * cols + 2 * min(rows, cols) ** 2)
 
 

@@ -66,8 +66,9 @@ class Muon(FusedOptimizer):
 
     ns_dtype: the dtype in which matrices are orthogonalized, "bf16" or "fp32". By default bf16 on a GPU, and fp32 on
         every CPU; "bf16" is faster on CPUs with tiles for it (AMX). Also per param_group.
-    ns_form: "gram" iterates on the small Gram matrix of matrices of at least 128 by 8 times as many, and 2^18
-        elements; its results differ from those of "standard" by rounding. On CPUs alone. Also per param_group.
+    ns_form: "gram" iterates on the small Gram matrix of fp32 matrices of at least 128 x 1024 and 2^18 elements whose
+        longer side is at least twice the shorter one; its results differ from those of "standard" by rounding. On CPUs
+        alone. Also per param_group.
     split: how many matrices a parameter consists of, as equal slices of its first dimension: 3 for a fused query, key
         and value, the number of experts for a stack of them. Each is orthogonalized by itself, which changes the
         update; 1 is torch's. Also per param_group.

@@ -27,7 +27,7 @@ from zerokern.planner.layouts import (
     round_slots_nbytes,
     slots_nbytes,
 )
-from zerokern.planner.matrices import Exchange, Iteration, exchange_of, workspace_nbytes
+from zerokern.planner.matrices import Exchange, Iteration, exchange_of, iteration_flops, workspace_nbytes
 from zerokern.planner.model import Buckets, BucketSize, ModelSpec, OwnedPart
 from zerokern.planner.program import Volume, all_reduced, between_ranks, scratch_nbytes, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe, short
@@ -172,11 +172,13 @@ class Footprint(HeldMemory):
         if not self.recipe.is_muon:
             return None
         subject, buckets, world, recipe = self.subject, self.buckets, self.world, self.recipe
-        whole, steps = subject.whole, 2 * recipe.ns_steps  # a product adds as often as it multiplies
+        whole = subject.whole
         trained = [member for member in subject.members if member.trainable]
         numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
         dtype = recipe.iterates_in(self.settings.device)
         on_host = self.settings.device == "cpu" or recipe.iterates_on_host(self.settings.device)
+        asked = recipe.ns_form, recipe.ns_steps, recipe.ns_coefficients
+        flops = sum(iteration_flops(one, dtype, *asked) for one in whole)
         made = Exchange(buckets.most_work if shards_state(self.stage) else work, [0], 0)
         if shards_parameters(self.stage):
             one_by_one = recipe.tier == "nvme" or (recipe.tier == "cpu" and not on_host)  # beside state that moves
@@ -189,11 +191,13 @@ class Footprint(HeldMemory):
             numel,
             len(trained) - len(whole),
             sum(member.numel for member in trained) - numel,
-            flops=steps * work,
-            rank_flops=steps * made.work,
+            flops=flops,
+            rank_flops=flops * made.work // work if work else 0,
             imbalance=made.work * world / work - 1 if shards_state(self.stage) and work else 0.0,
             padding=buckets.whole_padding,
-            workspace=workspace_nbytes(whole, dtype, rounds=rounds, place="cpu" if on_host else "cuda"),
+            workspace=workspace_nbytes(
+                whole, dtype, form=recipe.ns_form, rounds=rounds, place="cpu" if on_host else "cuda"
+            ),
             exchanged=sum(made.sent) * itemsize(dtype),
             rank_exchanged=max(made.sent) * itemsize(dtype),
         )

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from zerokern.zero.partition import Bucket, Member, work_of
 
 __all__ = [
-    "CutShape", "Exchange", "Iteration", "MatrixShape", "exchange_of", "most_loaded", "open_in_backward",
-    "workspace_nbytes",
+    "CutShape", "Exchange", "Iteration", "MatrixShape", "exchange_of", "iteration_flops", "most_loaded",
+    "open_in_backward", "workspace_nbytes",
 ]  # fmt: skip
 
 _SUMMED_IN = 8  # bytes of a float64 sum of squares
@@ -225,10 +225,30 @@ def open_in_backward(buckets: Sequence[Bucket], nbytes: Sequence[int], together:
     return sum(one.nbytes for one in memory.buffers)
 
 
-def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, rounds: int = 0, place: str = "cpu") -> int:
+def iteration_flops(shape: MatrixShape, dtype: str, form: str, steps: int, coefficients: Sequence[Any] | None) -> int:
+    """Returns the floating-point operations of the iteration on the matrices of one parameter.
+
+    >>> iteration_flops(MatrixShape(2, 4), "float32", "standard", 5, None) == 2 * 5 * MatrixShape(2, 4).work
+    True
+    """
+    if form == "gram":
+        import torch
+
+        from zerokern.kernels.gram import flops_of, goes_by_gram
+        from zerokern.kernels.orthogonal import COEFFICIENTS, each_step
+
+        if steps and goes_by_gram(shape.rows, shape.columns, getattr(torch, dtype)):
+            by = each_step(coefficients or COEFFICIENTS, steps)
+            return shape.split * flops_of(shape.rows, shape.columns, by)
+    return 2 * steps * shape.work  # a product adds as often as it multiplies
+
+
+def workspace_nbytes(
+    shapes: Sequence[MatrixShape], dtype: str, *, form: str = "standard", rounds: int = 0, place: str = "cpu"
+) -> int:
     """Returns the bytes of one matrix that is orthogonalized, the largest: itself, its sums of squares, and what the
-    iteration needs beside. `rounds`: ranks have parts of matrices, and so many bytes of it and others are in memory
-    (`Exchange`). `place`: where they are multiplied, equal small ones at once.
+    iteration needs beside in this form. `rounds`: ranks have parts of matrices, and so many bytes of it and others are
+    in memory (`Exchange`). `place`: where they are multiplied, equal small ones at once.
 
     >>> workspace_nbytes([MatrixShape(10, 4)], "float32") == 4 * (40 + 72) + 8
     True
@@ -250,7 +270,11 @@ def workspace_nbytes(shapes: Sequence[MatrixShape], dtype: str, *, rounds: int =
     for some in batches:
         size = small[some[0]][1:]
         counts[size] = max(counts[size], len(some))
-    room = max(count * workspace_numel(torch.empty(size, device="meta")) for size, count in counts.items())
+    multiplied = getattr(torch, dtype)
+    room = max(
+        workspace_numel(torch.empty(count, *size, dtype=multiplied, device="meta"), form)
+        for size, count in counts.items()
+    )
     largest = max(count * rows * columns for (rows, columns), count in counts.items())
     chunks = max(count * -(-rows * columns // SUMSQ_CHUNK) for (rows, columns), count in counts.items())
     return (rounds or largest * itemsize) + room * itemsize + _SUMMED_IN * chunks

@@ -177,6 +177,8 @@ def plan(
     optimizer: str | None = "adamw",
     ns_dtype: str | None = None,
     ns_steps: int = 5,
+    ns_form: str = "standard",
+    ns_coefficients: Any = None,
     mp_policy: Any = None,
     param_dtype: Any = None,
     reduce_dtype: Any = None,
@@ -216,7 +218,8 @@ def plan(
             matrices and zk.AdamW for the rest, both in these formats and tiers. The matrices of a module are those in
             `whole=`, else those of `zk.muon_groups`; of a named model or a shape, all that have two dimensions in its
             layers. `Plan.muon` has the operations and temporary memory; a bare number is refused.
-        ns_dtype, ns_steps: as in `zk.Muon`.
+        ns_dtype, ns_steps, ns_form, ns_coefficients: as in `zk.Muon`. The Gram form's memory and operations are counted
+            for each matrix that is multiplied by it.
         mp_policy: as in `zk.shard`.
         param_dtype, reduce_dtype: instead of `mp_policy`, also as text. A bare number means bf16 parameters by default.
         state_format, master_format: as in `zk.AdamW`.
@@ -257,6 +260,8 @@ def plan(
         keep="device" if keep is None and micro != 1 else keep,
         ns_dtype=ns_dtype,
         ns_steps=ns_steps,
+        ns_form=ns_form,
+        ns_coefficients=ns_coefficients,
     )
     memory = parse_device_memory(device_memory)
     settings = Arrangement(world, device or "cuda", bucket_bytes, accumulate, no_sync, micro)

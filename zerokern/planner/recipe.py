@@ -47,6 +47,7 @@ OPTIMIZERS = {
     "muon": PlannedOptimizer("zk.Muon (matrices) and zk.AdamW (the rest)", ("momentum_buffer",)),
     "none": PlannedOptimizer("no optimizer"),
 }
+NS_FORMS = ("standard", "gram")
 _NS_DTYPES = {None: None, "bf16": "bfloat16", "fp32": "float32"}
 _MESH_DIMS = {  # names of mesh dimensions, by what they are to a plan
     "pp": "pp",
@@ -113,6 +114,9 @@ class Recipe:
     """what Muon orthogonalizes matrices in; None: what the device multiplies"""
     ns_steps: int = 5
     """of its iteration"""
+    ns_form: str = "standard"
+    ns_coefficients: tuple[Any, ...] | None = None
+    """three of all iterations, or as many triples; None: Muon's own"""
 
     @classmethod
     def of(
@@ -131,6 +135,8 @@ class Recipe:
         update: object = None,
         ns_dtype: str | None = None,
         ns_steps: int = 5,
+        ns_form: str = "standard",
+        ns_coefficients: Any = None,
     ) -> Recipe:
         """Checks the keywords of `zk.shard` and `zk.AdamW`."""
         if mp_policy is not None:
@@ -155,20 +161,31 @@ class Recipe:
         update = check_update(update, on_disk=state == "nvme", whole=is_muon)
         one_of("ns_dtype", ns_dtype, _NS_DTYPES)
         whole_number("ns_steps", ns_steps, "a whole number from 0 to 99", least=0, most=99)
-        if not is_muon and (ns_dtype is not None or ns_steps != 5):
-            raise ValueError(got("optimizer", optimizer, "'muon' where ns_dtype or ns_steps is given"))
+        one_of("ns_form", ns_form, NS_FORMS)
+        if not is_muon and (ns_dtype, ns_steps, ns_form, ns_coefficients) != (None, 5, "standard", None):
+            asked = "ns_dtype, ns_steps, ns_form or ns_coefficients"
+            raise ValueError(got("optimizer", optimizer, f"'muon' where {asked} is given"))
+        if ns_coefficients is not None:
+            from zerokern.optim import checks  # its package needs torch, other plans do not
+
+            ns_coefficients = checks.coefficients("ns_coefficients", ns_coefficients)
+            checks.steps_of_coefficients({"ns_coefficients": ns_coefficients, "ns_steps": ns_steps})
         return cls(
             name, param, reduce, state_format, master_format,
             tier=state, ring_nbytes=state_ring, budgets=budgets,
             param_tier=params, param_ring_nbytes=param_ring, param_budgets=param_budgets,
             keep=kept, keep_ring_nbytes=keep_ring, keep_budgets=keep_budgets,
             schedule=schedule, update=update, ns_dtype=_NS_DTYPES[ns_dtype], ns_steps=ns_steps,
+            ns_form=ns_form, ns_coefficients=ns_coefficients,
         )  # fmt: skip
 
     def check_matrices(self, device: str, stage: int, world: int) -> None:
         """Raises what `zk.Muon` raises where it does not take state in these tiers, and where no plan counts it."""
         if not self.is_muon:
             return
+        if self.ns_form == "gram" and device != "cpu":
+            what = "'standard' where parameters lie on a device: 'gram' was measured on CPUs alone"
+            raise ValueError(got("ns_form", self.ns_form, what))
         from zerokern.optim.disk import check_slots  # its package needs torch, other plans do not
         from zerokern.optim.placing import check_whole
 
