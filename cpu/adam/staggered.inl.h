@@ -68,7 +68,9 @@ struct PairStreams {
         store_values(i, p);
     }
     static __attribute__((noinline)) void store_marked_of(PairStreams of, int64_t i, Two p) {
-        of.template marking<PAIR>(i, [&]() __attribute__((always_inline)) { of.store_values(i, p); });
+        const Published before = of.published_at(i);
+        of.store_values(i, p);
+        mark(of.s, i, different_bits(before, of.published_at(i)));
     }
     ZK_INLINE I published(const Two &p) const { return pairs.bf16_of(pairs.canonical(p.a), pairs.canonical(p.b)); }
     ZK_INLINE void store_values(int64_t i, const Two &p) const {
