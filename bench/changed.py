@@ -1,17 +1,17 @@
 """What it costs that a step on the CPU says which published values changed: with the mask over without, in turns.
 
-The full step by kernels (norm, then update) in every format, in the order A B A B, and the update alone in the
-second-level cache on one thread. Ratios are of neighbours; the median of them, and the ratio of the fastest.
+The full step by kernels (norm, then update) in every format, and the update alone in the second-level cache on one
+thread. Medians of the ratios of neighbours with their 95 % intervals, and the ratio of the fastest two runs, which is
+what remains of them on a busy machine.
 
     python -m zerokern.bench.changed [MILLIONS OF PARAMETERS] [ROUNDS] [THREADS]
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -23,19 +23,16 @@ from .ops.adam import ALGORITHM
 from .ours import KernelStep
 from .shapes import shape
 from .step import StepProblem
+from .timers import Contestant, interleave, paired_ratio
 
 
-def ratios(run: Callable[[], None], follow: Callable[[bool], None], rounds: int) -> tuple[float, float]:
-    """Of CPU-bound calls in turns, with and without: the median of neighbours, and that of the fastest two."""
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(rounds + 1):
-        for with_mask in (False, True):
-            follow(with_mask)
-            started = time.perf_counter()
-            run()
-            times[with_mask].append(time.perf_counter() - started)
-    off, on = times[False][1:], times[True][1:]
-    return statistics.median(b / a for a, b in zip(off, on, strict=True)), min(on) / min(off)
+def cost(run: Callable[[], None], follow: Callable[[bool], None], rounds: int) -> str:
+    """What a run takes with the mask over what it takes without."""
+    contestants = [Contestant(str(on), run, partial(follow, on)) for on in (False, True)]
+    times = interleave(contestants, rounds)
+    off, on = times["False"], times["True"]
+    ratio = paired_ratio(on, off)
+    return f"{ratio.median:.3f} [{ratio.low:.3f} {ratio.high:.3f}], fastest {min(on) / min(off):.3f}"
 
 
 def following(table: object, mask: torch.Tensor, rows: int) -> Callable[[bool], None]:
@@ -62,11 +59,10 @@ def main(millions: int, rounds: int, threads: int) -> None:
                 table = step.new_table([0] * rows)
                 run = table.run
             native.set_threads(threads if rows == 1 else 1)
-            found += ratios(run, following(table, mask, rows), rounds)
-        print(f"{layout.name:24} full step {found[0]:.3f} ({found[1]:.3f} of the fastest), "
-              f"in L2 {found[2]:.3f} ({found[3]:.3f})", flush=True)  # fmt: skip
+            found.append(cost(run, following(table, mask, rows), rounds))
+        print(f"{layout.name:24} full step {found[0]}; in L2 {found[1]}", flush=True)
 
 
 if __name__ == "__main__":
     given = [int(one) for one in sys.argv[1:]]
-    main(*(given + [16, 15, native.threads()][len(given) :]))
+    main(*(given + [16, 31, native.threads()][len(given) :]))

@@ -1,5 +1,7 @@
-// The packed form of a delta: of each block of ZK_BLOCK elements how many changed, which, and their new words.
+// The packed form of a delta: of each block of ZK_BLOCK elements how many changed, which, and their new words. And the
+// checksum of all words that tells whether a delta fits.
 
+#include <atomic>
 #include <cstring>
 
 #include "work.h"
@@ -87,6 +89,62 @@ void unpack(const uint8_t *counts, const uint8_t *places, const Word *values, in
     }
 }
 
+// The sum of (number + 1) * word, in vectors that every baseline has. A lane holds as many words as it has parts. With
+// A the sum of the words of a part, and B that of its A after each of R rows: B counts row r R - r times, so that the
+// sum of r * word is R A - B, without a product for each word.
+template <class Word, class Lane>
+struct WeightedSum {
+    typedef Lane Lanes __attribute__((vector_size(16)));
+    static constexpr int PARTS = sizeof(Lane) / sizeof(Word), BITS = 8 * sizeof(Word), ROW = 16 / sizeof(Word);
+    static constexpr int ROWS = 256;  // of 16-bit words B is below 2^32
+
+    // Of ROWS rows; the first word has the number `first`.
+    static uint64_t of_rows(const Word *words, uint64_t first) {
+        Lanes a[PARTS] = {}, b[PARTS] = {};
+        for (int row = 0; row < ROWS; ++row) {
+            Lanes x;
+            std::memcpy(&x, words + row * ROW, sizeof x);
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; ++part) {
+                const Lanes shifted = x >> static_cast<Lane>(BITS * part);
+                a[part] += part == PARTS - 1 ? shifted : shifted & static_cast<Lane>(static_cast<Word>(-1));
+                b[part] += a[part];
+            }
+        }
+        uint64_t sum = 0;
+        for (int place = 0; place < ROW; ++place) {
+            const uint64_t all = a[place % PARTS][place / PARTS], running = b[place % PARTS][place / PARTS];
+            sum += (first + static_cast<uint64_t>(place) + 1) * all + ROW * (ROWS * all - running);
+        }
+        return sum;
+    }
+    static uint64_t of(const void *from, int64_t begin, int64_t end, uint64_t first) {
+        const Word *const words = static_cast<const Word *>(from);
+        uint64_t sum = 0;
+        int64_t i = begin;
+        for (; i + ROWS * ROW <= end; i += ROWS * ROW) sum += of_rows(words + i, first + static_cast<uint64_t>(i));
+        for (; i < end; ++i) sum += (first + static_cast<uint64_t>(i) + 1) * words[i];
+        return sum;
+    }
+};
+
+struct SumWork {
+    uint64_t (*of)(const void *words, int64_t begin, int64_t end, uint64_t first);
+    const void *words;
+    int64_t numel, grain;
+    uint64_t first;
+    std::atomic<int64_t> next{0};
+    std::atomic<uint64_t> sum{0};
+};
+
+void sum_task(void *context) {
+    SumWork &w = *static_cast<SumWork *>(context);
+    uint64_t sum = 0;
+    for (int64_t begin; (begin = w.next.fetch_add(w.grain, std::memory_order_relaxed)) < w.numel;)
+        sum += w.of(w.words, begin, begin + w.grain < w.numel ? begin + w.grain : w.numel, w.first);
+    w.sum.fetch_add(sum, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 extern "C" {
@@ -126,6 +184,21 @@ int zk_changed_unpack(const uint8_t *counts, const uint8_t *places, int64_t npla
         unpack(counts, places, static_cast<const uint32_t *>(values), numel, static_cast<uint32_t *>(to));
     else
         unpack(counts, places, static_cast<const uint16_t *>(values), numel, static_cast<uint16_t *>(to));
+    return ZK_OK;
+}
+
+int zk_weighted_sum(const void *words, uint32_t width, int64_t numel, uint64_t first, uint64_t *sum) {
+    if (numel < 0) return ZK_E_COUNT;
+    if (!sum || (numel && !words)) return ZK_E_NULL;
+    const auto of = width == 1   ? WeightedSum<uint8_t, uint32_t>::of
+                    : width == 2 ? WeightedSum<uint16_t, uint32_t>::of
+                    : width == 4 ? WeightedSum<uint32_t, uint64_t>::of
+                    : width == 8 ? WeightedSum<uint64_t, uint64_t>::of
+                                 : nullptr;
+    if (!of) return ZK_E_FORMAT;
+    SumWork work{of, words, numel, zk::GRAIN, first};
+    zk::pool_run(sum_task, &work, zk::workers_for(numel));
+    *sum = work.sum.load(std::memory_order_relaxed);
     return ZK_OK;
 }
 

@@ -144,6 +144,9 @@ ZK_API int zk_changed_pack(const uint8_t *mask, const void *from, uint32_t dtype
                            void *values);
 ZK_API int zk_changed_unpack(const uint8_t *counts, const uint8_t *places, int64_t nplaces, const void *values,
                              int64_t nvalues, uint32_t dtype, int64_t numel, void *to);
+/* *sum = the sum of (first + number + 1) * word over the words, modulo 2^64; words are integers without sign of 1, 2, 4
+ * or 8 bytes. What parts of a tensor add up to is the tensor's own sum, in any order. */
+ZK_API int zk_weighted_sum(const void *words, uint32_t width, int64_t numel, uint64_t first, uint64_t *sum);
 
 /* sums[i] = sum of squares of source i in float64, in an order that depends on nothing but the count; non-finite if an
  * element is. partials: scratch of zk_sumsq_partials(numels, n) doubles. */

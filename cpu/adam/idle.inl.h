@@ -150,8 +150,10 @@ struct IdleTiles {
                 Of::Plain::rare_steps(of.s, of.k, of.r, i, i + STEP);
                 continue;
             }
-            store_pair(i, first);
-            store_pair(i + 2 * W, second);
+            of.streams.template marking<STEP>(i, [&]() __attribute__((always_inline)) {
+                store_pair(i, first);
+                store_pair(i + 2 * W, second);
+            });
         }
     }
 

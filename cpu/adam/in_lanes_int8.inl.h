@@ -30,7 +30,6 @@ constexpr LaneTables make_lane_tables() {
 }
 constexpr LaneTables LANE_TABLES = make_lane_tables();
 inline I table_of(const uint8_t (&t)[32]) { return _mm256_load_si256(reinterpret_cast<const I *>(t)); }
-inline I load_256(const void *p) { return _mm256_loadu_si256(static_cast<const I *>(p)); }
 
 template <int G, int T, int O>
 struct Staggered<AdamRule, G, T, ZK_INT8, O> {
@@ -73,11 +72,15 @@ struct Staggered<AdamRule, G, T, ZK_INT8, O> {
         // the sign of the low word borrows from the upper one
         return unpacked(low, _mm256_add_epi16(load_256(at<uint16_t>(s.param, i)), _mm256_srai_epi16(low, 15)));
     }
-    ZK_INLINE void store_values(int64_t i, Two p) const {
-        if (__builtin_expect(s.changed != nullptr, 0)) {
-            const F x[Q] = {_mm256_permute2f128_ps(p.a, p.b, 0x20), _mm256_permute2f128_ps(p.a, p.b, 0x31)};
-            return Plain::store_params(s, k, i, x);
-        }
+    ZK_INLINE void store_values(int64_t i, const Two &p) const {
+        if (__builtin_expect(s.changed == nullptr, 1)) return store_values<false>(i, p);
+        if constexpr (T != TO_FP32) return store_values<true>(i, p);
+        const F in_order[Q] = {_mm256_permute2f128_ps(p.a, p.b, 0x20), _mm256_permute2f128_ps(p.a, p.b, 0x31)};
+        Plain::store_params(s, k, i, in_order);
+    }
+    // With bits of what changed no NaN is left to be mended: a NaN that stays one has not changed.
+    template <bool MARKED>
+    ZK_INLINE void store_values(int64_t i, const Two &p) const {
         if constexpr (T == TO_FP32) {
             float *to = at<float>(s.master, i);
             for (int j = 0; j < 2; ++j, to += 4) {
@@ -91,7 +94,8 @@ struct Staggered<AdamRule, G, T, ZK_INT8, O> {
                 k.stream_out ? _mm256_stream_si256(out_to, out) : _mm256_storeu_si256(out_to, out);
             }
         } else {
-            const I a = ints(p.a), b = ints(p.b), word = _mm256_set1_epi32(0xFFFF),
+            const I a = canonical_bits_of<MARKED>(p.a), b = canonical_bits_of<MARKED>(p.b),
+                    word = _mm256_set1_epi32(0xFFFF),
                     low = _mm256_packus_epi32(_mm256_and_si256(a, word), _mm256_and_si256(b, word)),
                     high = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
             I rounded = low, unit = _mm256_setzero_si256();
@@ -104,7 +108,9 @@ struct Staggered<AdamRule, G, T, ZK_INT8, O> {
                 _mm_storeu_si128(reinterpret_cast<__m128i *>(at<int8_t>(s.remainder, i)),
                                  pack_bytes(_mm256_srli_epi16(_mm256_add_epi16(low, unit), 8)));
             }
-            store_256(at<uint16_t>(s.param, i), _mm256_add_epi16(high, _mm256_srli_epi16(rounded, 15)));
+            const I words = _mm256_add_epi16(high, _mm256_srli_epi16(rounded, 15));
+            if constexpr (MARKED) mark(s, i, different(at<uint16_t>(s.param, i), words));
+            store_256(at<uint16_t>(s.param, i), words);
         }
     }
 

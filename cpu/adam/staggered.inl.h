@@ -29,32 +29,51 @@ struct PairStreams {
         if constexpr (T == TO_SPLIT8) return pairs.load_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i));
         return {load(at<float>(s.master, i)), load(at<float>(s.master, i + W))};
     }
-    ZK_INLINE void store_values(int64_t i, const Two &p) const {
-        if (__builtin_expect(s.changed != nullptr, 0)) return store_marked_of(*this, i, p);
-        store_unmarked(i, p);
-    }
-    // A call, with copies: the usual way keeps its registers.
-    static __attribute__((noinline)) void store_marked_of(PairStreams of, int64_t i, Two p) { of.store_marked(i, p); }
-    // Streams lie in their order in memory, and what has a copy is in natural order.
-    ZK_INLINE void store_marked(int64_t i, const Two &p) const {
-        if constexpr (T != TO_FP32) {
-            const I before = load_512(at<uint16_t>(s.param, i));
-            store_unmarked(i, p);
-            mark(s, i, _mm512_cmpneq_epi16_mask(before, load_512(at<uint16_t>(s.param, i))));
-        } else if constexpr (O == ZK_BF16) {
-            const Two old = values(i);
-            mark(s, i, _mm512_cmpneq_epi16_mask(published(old), published(p)));
-            store_unmarked(i, p);
+    // What a pair publishes. Streams lie in their order in memory, and what has a copy is in natural order.
+    static constexpr int64_t PAIR = 2 * W;
+    static constexpr bool PUBLISHES_FP32 = T == TO_FP32 && O == ZK_NONE;
+    struct Published {
+        I vectors[PUBLISHES_FP32 ? 2 : 1];
+    };
+    ZK_INLINE Published published_at(int64_t i) const {
+        if constexpr (PUBLISHES_FP32) {
+            return {{load_512(at<float>(s.master, i)), load_512(at<float>(s.master, i + W))}};
+        } else if constexpr (T == TO_FP32) {
+            return {{published(values(i))}};
         } else {
-            const auto different = [](const float *old, F x) {
-                return static_cast<__mmask32>(_mm512_cmpneq_epi32_mask(load_512(old), ints(x)));
-            };
-            mark(s, i, different(at<float>(s.master, i), p.a) | different(at<float>(s.master, i + W), p.b) << W);
-            store_unmarked(i, p);
+            return {{load_512(at<uint16_t>(s.param, i))}};
         }
     }
+    static ZK_INLINE uint32_t different_bits(const Published &a, const Published &b) {
+        if constexpr (PUBLISHES_FP32) {
+            return _mm512_kunpackw(_mm512_cmpneq_epi32_mask(a.vectors[1], b.vectors[1]),
+                                   _mm512_cmpneq_epi32_mask(a.vectors[0], b.vectors[0]));
+        } else {
+            return _mm512_cmpneq_epi16_mask(a.vectors[0], b.vectors[0]);
+        }
+    }
+    // Marks what `store_all` changes of the elements from i on: what they published is put by meanwhile.
+    template <int64_t NUMEL, class Stores>
+    ZK_INLINE void marking(int64_t i, const Stores &store_all) const {
+        const bool marked = __builtin_expect(s.changed != nullptr, 0);
+        Published before[NUMEL / PAIR];
+        for (int64_t n = 0; marked && n < NUMEL / PAIR; ++n) before[n] = published_at(i + n * PAIR);
+        store_all();
+        for (int64_t n = 0; marked && n < NUMEL / PAIR; ++n)
+            mark(s, i + n * PAIR, different_bits(before[n], published_at(i + n * PAIR)));
+    }
+    // Of one pair, by a call with copies: blocks of int8 averages keep their registers only so.
+    ZK_INLINE void store_and_mark(int64_t i, const Two &p) const {
+        if (__builtin_expect(s.changed != nullptr, 0)) return store_marked_of(*this, i, p);
+        store_values(i, p);
+    }
+    static __attribute__((noinline)) void store_marked_of(PairStreams of, int64_t i, Two p) {
+        const Published before = of.published_at(i);
+        of.store_values(i, p);
+        mark(of.s, i, different_bits(before, of.published_at(i)));
+    }
     ZK_INLINE I published(const Two &p) const { return pairs.bf16_of(pairs.canonical(p.a), pairs.canonical(p.b)); }
-    ZK_INLINE void store_unmarked(int64_t i, const Two &p) const {
+    ZK_INLINE void store_values(int64_t i, const Two &p) const {
         if constexpr (T == TO_FP32) {
             store(at<float>(s.master, i), p.a);
             store(at<float>(s.master, i + W), p.b);
@@ -245,16 +264,20 @@ struct Staggered<AdamRule, G, T, S, O> {
         Plain::prefetch_tile(s, k, i);
         pair<0>(i, flow);
         pair<1>(i + PAIR, flow);
-        pair<2>(i + 2 * PAIR, flow);
-        pair<2>(i + 3 * PAIR, flow);
-        for (i += TILE; i + TILE <= end && (usual(i) || usual_with_zeros(i)); i += TILE) {
-            Plain::prefetch_tile(s, k, i);
-            pair<2>(i, flow);
-            pair<2>(i + PAIR, flow);
+        streams.template marking<2 * PAIR>(i, [&]() __attribute__((always_inline)) {
             pair<2>(i + 2 * PAIR, flow);
             pair<2>(i + 3 * PAIR, flow);
+        });
+        for (i += TILE; i + TILE <= end && (usual(i) || usual_with_zeros(i)); i += TILE) {
+            Plain::prefetch_tile(s, k, i);
+            streams.template marking<TILE>(i - 2 * PAIR, [&]() __attribute__((always_inline)) {
+                pair<2>(i, flow);
+                pair<2>(i + PAIR, flow);
+                pair<2>(i + 2 * PAIR, flow);
+                pair<2>(i + 3 * PAIR, flow);
+            });
         }
-        drain(i, flow);
+        streams.template marking<2 * PAIR>(i - 2 * PAIR, [&]() __attribute__((always_inline)) { drain(i, flow); });
         return i;
     }
 

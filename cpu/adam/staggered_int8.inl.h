@@ -154,7 +154,7 @@ struct Staggered<AdamRule, G, T, ZK_INT8, O> {
         Two p = streams.values(i);
         p.a = stepped(p.a, of.averages[v], of.roots[v]);
         p.b = stepped(p.b, of.averages[v + 1], of.roots[v + 1]);
-        streams.store_values(i, p);
+        streams.store_and_mark(i, p);
     }
     ZK_INLINE void quotient(Work &of, int v) const {
         const F m = of.averages[v], magnitude = floats(_mm512_and_si512(ints(m), fixed(t->magnitude)));

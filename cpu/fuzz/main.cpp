@@ -11,12 +11,19 @@ int main(int argc, char **argv) {
         const char *name;
         fuzz::Entry run;
         uint64_t share;  // one execution in so many: a transfer costs more than a call of arithmetic
-    } entries[] = {{"zk_update", fuzz::fuzz_update, 1},         {"zk_sumsq", fuzz::fuzz_sumsq, 1},
-                   {"zk_accumulate", fuzz::fuzz_accumulate, 1}, {"zk_accumulate_sumsq", fuzz::fuzz_accumulate_sumsq, 1},
-                   {"zk_collect", fuzz::fuzz_collect, 1},       {"zk_convert", fuzz::fuzz_convert, 1},
-                   {"zk_stream", fuzz::fuzz_stream, 1},         {"zk_gradients", fuzz::fuzz_gradients, 1},
-                   {"zk_spans", fuzz::fuzz_copies, 1},          {"control", fuzz::fuzz_control, 1},
-                   {"zk_crc32c", fuzz::fuzz_crc32c, 1},         {"zk_io", fuzz::fuzz_io, 50}};
+    } entries[] = {{"zk_update", fuzz::fuzz_update, 1},
+                   {"zk_sumsq", fuzz::fuzz_sumsq, 1},
+                   {"zk_accumulate", fuzz::fuzz_accumulate, 1},
+                   {"zk_accumulate_sumsq", fuzz::fuzz_accumulate_sumsq, 1},
+                   {"zk_collect", fuzz::fuzz_collect, 1},
+                   {"zk_convert", fuzz::fuzz_convert, 1},
+                   {"zk_stream", fuzz::fuzz_stream, 1},
+                   {"zk_gradients", fuzz::fuzz_gradients, 1},
+                   {"zk_spans", fuzz::fuzz_copies, 1},
+                   {"control", fuzz::fuzz_control, 1},
+                   {"zk_crc32c", fuzz::fuzz_crc32c, 1},
+                   {"zk_weighted_sum", fuzz::fuzz_weighted_sum, 1},
+                   {"zk_io", fuzz::fuzz_io, 50}};
     std::printf("instruction sets:");
     for (const char *name : fuzz::usable_sets()) std::printf(" %s", name);
     std::printf("; seed %llu\n", static_cast<unsigned long long>(seed));

@@ -12,8 +12,9 @@ namespace {
 #if defined(ZK_LIFT)
 using Bits = uint64_t;
 ZK_INLINE Bits different(const uint16_t *a, const uint16_t *b) {
-    return _mm512_cmpneq_epi16_mask(load_512(a), load_512(b)) |
-           static_cast<Bits>(_mm512_cmpneq_epi16_mask(load_512(a + 32), load_512(b + 32))) << 32;
+    const __mmask32 first = _mm512_cmpneq_epi16_mask(load_512(a), load_512(b)),
+                    second = _mm512_cmpneq_epi16_mask(load_512(a + 32), load_512(b + 32));
+    return _mm512_kunpackd(second, first);
 }
 ZK_INLINE Bits different(const float *a, const F (&b)[Q]) {
     Bits bits = 0;
@@ -23,10 +24,12 @@ ZK_INLINE Bits different(const float *a, const F (&b)[Q]) {
 }
 #elif defined(ZK_IN_LANES)
 using Bits = uint16_t;
-ZK_INLINE Bits different(const uint16_t *a, const uint16_t *b) {
-    const auto same = [=](int i) { return _mm_cmpeq_epi16(load_128(a + i), load_128(b + i)); };
-    return static_cast<Bits>(~_mm_movemask_epi8(_mm_packs_epi16(same(0), same(8))));
+ZK_INLINE Bits different(const uint16_t *a, I b) {
+    const I same = _mm256_cmpeq_epi16(load_256(a), b);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(same), _mm256_extracti128_si256(same, 1));
+    return static_cast<Bits>(~_mm_movemask_epi8(bytes));
 }
+ZK_INLINE Bits different(const uint16_t *a, const uint16_t *b) { return different(a, load_256(b)); }
 ZK_INLINE Bits different(const float *a, const F (&b)[Q]) {
     const auto same = [&](int j) {
         return _mm256_movemask_ps(floats(_mm256_cmpeq_epi32(ints(load(a + j * W)), ints(b[j]))));
@@ -50,17 +53,17 @@ ZK_INLINE Bits different(const float *a, const F (&b)[Q]) {
 }
 #endif
 
-// Of elements from i on: as many as the bits have, or the one that the scalar set takes.
+// Of elements from i on: as many as the bits have, or the one that the scalar set takes. Not as bytes and not by
+// memcpy: what is written to bytes may be the segment itself, whose pointers would then be loaded again.
 template <class BITS>
 ZK_INLINE void mark(const zk_segment &s, int64_t i, BITS bits) {
-    uint8_t *const to = s.changed + i / 8;
+    uint8_t *const to = s.changed + (i >> 3);
     if constexpr (STEP == 1) {
         *to = static_cast<uint8_t>(*to | bits << i % 8);
     } else {
-        BITS all;
-        std::memcpy(&all, to, sizeof all);
+        using Unaligned __attribute__((aligned(1))) = BITS;
+        Unaligned &all = *reinterpret_cast<Unaligned *>(to);
         all = static_cast<BITS>(all | bits);
-        std::memcpy(to, &all, sizeof all);
     }
 }
 
@@ -81,7 +84,7 @@ ZK_INLINE void param_of(const Scalars &k, const F (&p)[Q], uint16_t (&words)[STE
 }
 
 // What a step publishes is the parameter, in its 16 bits; or the fp32 master; or the value rounded to a copy, which is
-// never read: what it was follows from the value before.
+// never read: what it was follows from the value before, which was a NaN only where this one is.
 template <int T, int O, bool NANS>
 ZK_INLINE void store_marked(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
     const int target = T == ANY ? static_cast<int>(k.target) : T, out = O == ANY ? static_cast<int>(k.out) : O;
@@ -98,7 +101,7 @@ ZK_INLINE void store_marked(const zk_segment &s, const Scalars &k, int64_t i, co
         F old[Q];
         load_value<T>(s, k, i, old);
         const auto round = [out](uint16_t *to, const F(&x)[Q]) {
-            out == ZK_BF16 ? store_bf16(to, x) : store_f16(to, x);
+            out == ZK_BF16 ? store_bf16<NANS>(to, x) : store_f16(to, x);
         };
         round(before, old);
         round(after, p);

@@ -67,7 +67,7 @@ struct Update {
         if (target == TO_SPLIT8) ahead(s.remainder, 1);
         if constexpr (Rule::STATES >= 1 && S != ZK_NONE) ahead(s.exp_avg, STATE_BYTES);
         if constexpr (Rule::STATES >= 2 && S != ZK_NONE) ahead(s.exp_avg_sq, STATE_BYTES);
-        if (__builtin_expect(s.changed != nullptr, 0)) prefetch(s.changed + i / 8 + 64);
+        if (__builtin_expect(s.changed != nullptr, 0)) prefetch(s.changed + (i >> 3) + 64);
     }
 
     static ZK_INLINE void load_plain(const zk_segment &s, const Scalars &k, int64_t i, F (&g)[Q], F (&p)[Q], F (&a)[Q],

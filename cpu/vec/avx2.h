@@ -19,6 +19,7 @@ struct D {
     __m256d low, high;
 };
 
+inline I load_256(const void *p) { return _mm256_loadu_si256(static_cast<const I *>(p)); }
 inline __m128i load_128(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
 inline F set1(float x) { return _mm256_set1_ps(x); }
 inline F load(const float *p) { return _mm256_loadu_ps(p); }

@@ -23,7 +23,7 @@ from tables import each, run_table
 from torch import Tensor
 
 from zerokern.kernels import changed, ops, reference
-from zerokern.kernels.changed import Packed, changed_mask, pack_changed, unpack_changed
+from zerokern.kernels.changed import Packed, changed_mask, pack_changed, unpack_changed, weighted_sum
 
 SIZES = (0, 1, 7, 8, 63, 129, 257, 1003, (1 << 16) | 133)
 RATES = (0.3, 1e-3, 1e-3, 1e-6, 0.0)  # of all, some, few and no values; one after the other
@@ -234,3 +234,32 @@ def test_other_dtypes_and_lengths_are_refused() -> None:
             unpack_changed(good, out)
     with pytest.raises(ValueError, match="mask has 2 elements"):
         pack_changed(torch.zeros(2, dtype=torch.uint8), torch.ones(4))
+
+
+# With words of 1, 2, 4 and 8 bytes rows of 16, 8, 4 and 2; 256 rows are taken together, 65536 words by a thread.
+SUMS = (0, 1, 15, 2047, 2048, 2049, 4096 + 7, (1 << 16) + 2048 + 3, (1 << 17) + 1)
+SUMMED = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.complex128)
+
+
+@each("dtype", SUMMED)
+def test_the_native_sum_is_that_of_torch(dtype: torch.dtype) -> None:
+    """On random bits and on the largest words, from any number on, off the alignment of vectors, part by part."""
+    generator = torch.Generator().manual_seed(0)
+    nbytes = torch.empty((), dtype=dtype).itemsize
+    for numel in SUMS:
+        some = torch.randint(256, (nbytes * (numel + 1),), generator=generator, dtype=torch.uint8)
+        for bits in (some, torch.full_like(some, 255)):
+            flat = (bits & 1).bool() if dtype == torch.bool else bits.view(dtype)
+            for tensor, first in ((flat[:numel], 0), (flat[1:], 3), (flat[1:], (1 << 63) + 5)):
+                words = tensor.view(changed._WORDS[nbytes])
+                assert weighted_sum(tensor, first) == changed._weighted_sum(words, first)
+                at = min(numel, 2048) * words.numel() // max(numel, 1)
+                both = weighted_sum(words[:at], first) + weighted_sum(words[at:], first + at)
+                assert weighted_sum(tensor, first) == both % (1 << 64)
+
+
+def test_the_sum_is_what_it_says() -> None:
+    words = [3, 65535, 0, 1 << 15]
+    expected = sum((10 + place + 1) * word for place, word in enumerate(words))
+    flat = torch.tensor([word - (word >> 15 << 16) for word in words], dtype=torch.int16)
+    assert weighted_sum(flat, 10) == changed._weighted_sum(flat, 10) == expected

@@ -138,6 +138,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_changed_count": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
     "zk_changed_pack": (c_int, [c_void_p, c_void_p, c_uint32, c_int64, c_void_p, c_void_p]),
     "zk_changed_unpack": (c_int, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_uint32, c_int64, c_void_p]),
+    "zk_weighted_sum": (c_int, [c_void_p, c_uint32, c_int64, c_uint64, POINTER(c_uint64)]),
     "zk_sumsq_partials": (c_int64, [c_void_p, c_int64]),
     "zk_sumsq": (c_int, [c_void_p, c_void_p, c_int64, c_uint32, c_void_p, c_void_p]),
     "zk_accumulate": (c_int, _ACCUMULATION),

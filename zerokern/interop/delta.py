@@ -20,17 +20,15 @@ from zerokern.core.errors import IoError, StateError, got
 from zerokern.interop.tensorfile import DTYPES, code_of, header, read_header
 from zerokern.io.advice import file_error, on_disk
 from zerokern.io.renaming import Folder
-from zerokern.kernels.changed import Packed, unpack_changed
+from zerokern.kernels.changed import Packed, unpack_changed, weighted_sum
 from zerokern.zero.full_parameters import full_parameters
 from zerokern.zero.kinds import is_placed, shardings_of
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["Delta", "Difference", "print_of", "weighted_sum"]
+__all__ = ["Delta", "Difference", "print_of"]
 
 FORMAT = "zerokern delta 1"
-_CHUNK = 1 << 16  # elements that are added up together
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PARTS = ("counts", "places", "values")
 _OTHER = (
     "{name!r} is not as it was before this delta (its checksum is {now:016x}, expected {then:016x}): the delta is of "
@@ -42,28 +40,6 @@ _UNCOUNTED = (
     "counts it (`.data`, numpy, a pointer), or the delta was damaged. Nothing was changed; write within "
     "torch.no_grad() instead, so that the tensor is sent whole, and begin again from a full copy"
 )
-
-
-def weighted_sum(flat: Tensor, first: int = 0) -> int:
-    """Returns the sum of (number + 1) * word over the elements, modulo 2**64; the first one has the number `first`.
-
-    Words are the bits of an element as an integer without sign. Sums of the parts of a tensor add up to its own.
-
-    >>> weighted_sum(torch.tensor([5, 0, 7], dtype=torch.uint8)), weighted_sum(torch.tensor([7], dtype=torch.uint8), 2)
-    (26, 21)
-    """
-    words, bits = flat.view(_WORDS[flat.itemsize]), (1 << 8 * min(flat.itemsize, 8)) - 1
-    weights = torch.arange(1, min(_CHUNK, max(words.numel(), 1)) + 1, device=flat.device)
-    sums: list[Tensor] = []
-    for some in words.split(_CHUNK):
-        wide = some.to(torch.int64)
-        wide = wide.bitwise_and_(bits) if some.itemsize in (2, 4) else wide
-        sums += [wide.sum(), (wide * weights[: len(wide)]).sum()]
-    found = torch.stack(sums).tolist() if words.numel() else []
-    return sum(
-        (first + place * _CHUNK) * one + weighted
-        for place, (one, weighted) in enumerate(zip(found[::2], found[1::2], strict=True))
-    ) % (1 << 64)
 
 
 def print_of(sums: Mapping[str, int]) -> str:

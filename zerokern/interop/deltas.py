@@ -15,9 +15,9 @@ from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.training_state import aliases, finish_updates, named_tensors, refuse_meta
 from zerokern.comm import Group, during, group_of, group_on
 from zerokern.core.errors import StateError, got
-from zerokern.interop.delta import Delta, Difference, weighted_sum
+from zerokern.interop.delta import Delta, Difference
 from zerokern.interop.tensorfile import code_of
-from zerokern.kernels.changed import Packed, changed_mask, pack_changed, unpack_changed
+from zerokern.kernels.changed import Packed, changed_mask, pack_changed, unpack_changed, weighted_sum
 from zerokern.kernels.formats import BLOCK, DTYPES
 from zerokern.memory.here import Here
 from zerokern.optim.base import FusedOptimizer

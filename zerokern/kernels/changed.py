@@ -1,8 +1,9 @@
-"""Which elements of a tensor changed: the mask that updates fill, and its packed form with the new values."""
+"""Which elements of a tensor changed: the mask that updates fill, its packed form with the new values, and a sum of all
+bits that tells two tensors apart."""
 
 from __future__ import annotations
 
-from ctypes import c_int64
+from ctypes import c_int64, c_uint64
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,11 @@ from zerokern.core import native
 from zerokern.core.errors import KernelError, got
 from zerokern.kernels import checks, formats
 
-__all__ = ["Packed", "changed_mask", "pack_changed", "unpack_changed"]
+__all__ = ["Packed", "changed_mask", "pack_changed", "unpack_changed", "weighted_sum"]
 
 _LISTED = 16  # from so many on the places of a block are its bits
-_WORDS = {2: torch.int16, 4: torch.int32}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_CHUNK = 1 << 16  # words that are added up together by torch's operations
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,39 @@ def unpack_changed(packed: Packed, out: Tensor) -> None:
         native.check(code)
     except KernelError as error:
         raise _malformed() from error
+
+
+def weighted_sum(flat: Tensor, first: int = 0) -> int:
+    """Returns the sum of (number + 1) * word over the elements, modulo 2**64; the first one has the number `first`.
+
+    Words are the bits of an element as an integer without sign. Sums of the parts of a tensor add up to its own.
+
+    >>> weighted_sum(torch.tensor([5, 0, 7], dtype=torch.uint8)), weighted_sum(torch.tensor([7], dtype=torch.uint8), 2)
+    (26, 21)
+    """
+    words = flat.contiguous().view(_WORDS[flat.itemsize])
+    if words.device.type != "cpu":
+        return _weighted_sum(words, first)
+    found = c_uint64()
+    code = native.library().zk_weighted_sum(words.data_ptr(), words.itemsize, words.numel(), first, found)
+    native.check(code, context="zk_weighted_sum")
+    return found.value
+
+
+def _weighted_sum(words: Tensor, first: int) -> int:
+    """`weighted_sum` by torch's operations: the native call's meaning, and what runs on devices."""
+    bits = (1 << 8 * words.itemsize) - 1
+    weights = torch.arange(1, min(_CHUNK, max(words.numel(), 1)) + 1, device=words.device)
+    sums: list[Tensor] = []
+    for some in words.split(_CHUNK):
+        wide = some.to(torch.int64)
+        wide = wide.bitwise_and_(bits) if some.itemsize in (2, 4) else wide
+        sums += [wide.sum(), (wide * weights[: len(wide)]).sum()]
+    found = torch.stack(sums).tolist() if words.numel() else []
+    return sum(
+        (first + place * _CHUNK) * one + weighted
+        for place, (one, weighted) in enumerate(zip(found[::2], found[1::2], strict=True))
+    ) % (1 << 64)
 
 
 def _malformed() -> ValueError:
