@@ -37,9 +37,8 @@ class Registrations:
         self.fulls = [entry.full for entry in entries if entry.full is not None]
         pairs = zip(self.fulls, self._params, strict=True)
         self._places = [(*place, param, full) for full, param in pairs for place in places[id(param)]]
-        self._whose, self._names, self._place_params, self._place_fulls = (
-            [place[column] for place in self._places] for column in range(4)
-        )
+        self._whose, self._names = [one[0] for one in self._places], [one[1] for one in self._places]
+        self._place_params, self._place_fulls = [one[2] for one in self._places], [one[3] for one in self._places]
         tables = {id(table): table for table, *_ in self._places}
         # by table, what it has while modules compute, and between that
         self._all_full, self._all_sharded = (
