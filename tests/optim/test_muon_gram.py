@@ -58,6 +58,7 @@ def test_a_checkpoint_keeps_both(tmp_path: Path) -> None:
         ({"ns_coefficients": EACH}, ["ns_steps=5", "3, as many as ns_coefficients has triples"]),
         ({"ns_coefficients": ((1.0, 2.0),), "ns_steps": 1}, ["ns_coefficients[0]", "three finite numbers"]),
         ({"ns_coefficients": ()}, ["ns_coefficients=()", "three finite numbers"]),
+        ({"ns_form": "gram", "ns_dtype": "bf16"}, ["ns_form='gram'", "'standard' with ns_dtype='bf16'", "'fp32'"]),
     ],
 )
 def test_what_is_refused(settings: dict[str, object], words: list[str]) -> None:

@@ -420,6 +420,7 @@ class TestPlanned:
             ("gpt2", {"optimizer": "adamw", "ns_steps": 3}, "'muon' where ns_dtype, ns_steps, ns_form or"),
             ("gpt2", {"ns_form": "gramm", "device": "cpu"}, "'standard' | 'gram'"),
             ("gpt2", {"ns_form": "gram"}, "measured on CPUs alone"),
+            ("gpt2", {"ns_form": "gram", "ns_dtype": "bf16", "device": "cpu"}, "'standard' with ns_dtype='bf16'"),
             ("gpt2", {"ns_coefficients": ((1.5, -0.5, 0.0),)}, "1, as many as ns_coefficients has triples"),
             (nn.Linear(4, 4), {}, "one with matrices in repeated blocks"),
             (nn.Linear(4, 4), {"whole": ["bias"]}, "allowed: matrices"),

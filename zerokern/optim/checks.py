@@ -138,6 +138,22 @@ def steps_of_coefficients(group: Mapping[str, Any]) -> None:
         raise ValueError(got("ns_steps", steps, f"{len(listed)}, as many as ns_coefficients has triples", do))
 
 
+def gram_form(ns_dtype: str | None, *, on_cpu: bool) -> None:
+    """Raises what `ns_form="gram"` is refused for.
+
+    >>> gram_form("bf16", on_cpu=True)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: ns_form='gram': must be 'standard' with ns_dtype='bf16': ...
+    """
+    if not on_cpu:
+        what = "'standard' where parameters lie on a device: 'gram' was measured on CPUs alone"
+        raise ValueError(got("ns_form", "gram", what))
+    if ns_dtype == "bf16":
+        what = "'standard' with ns_dtype='bf16': 'gram' needs squares in fp32, and is slower or less exact there"
+        raise ValueError(got("ns_form", "gram", what, "Pass ns_dtype='fp32', or leave it out"))
+
+
 def _triple(name: str, value: Any) -> tuple[float, float, float]:
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
         for each in value:

@@ -33,9 +33,7 @@ def _refuse(group: Group) -> None:
     given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     for one in given:
         param = one[1] if isinstance(one, tuple) else one
-        if param.device.type != "cpu" or is_apart(param):
-            what = "'standard' where parameters lie on a device: 'gram' was measured on CPUs alone"
-            raise ValueError(got("ns_form", "gram", what))
+        checks.gram_form(group["ns_dtype"], on_cpu=param.device.type == "cpu" and not is_apart(param))
 
 
 def _some(params: ParamsT) -> ParamsT:

@@ -183,11 +183,12 @@ class Recipe:
         """Raises what `zk.Muon` raises where it does not take state in these tiers, and where no plan counts it."""
         if not self.is_muon:
             return
-        if self.ns_form == "gram" and device != "cpu":
-            what = "'standard' where parameters lie on a device: 'gram' was measured on CPUs alone"
-            raise ValueError(got("ns_form", self.ns_form, what))
-        from zerokern.optim.disk import check_slots  # its package needs torch, other plans do not
+        from zerokern.optim.checks import gram_form  # its package needs torch, other plans do not
+        from zerokern.optim.disk import check_slots
         from zerokern.optim.placing import check_whole
+
+        if self.ns_form == "gram":
+            gram_form("bf16" if self.ns_dtype == "bfloat16" else None, on_cpu=device == "cpu")
 
         if self.is_on_both_sides(device):
             do = "zk.shard has put some of these parameters on the device, and others off it"
