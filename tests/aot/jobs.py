@@ -48,8 +48,8 @@ PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 def all_jobs(every: bool) -> list[Job]:
     """The jobs of all modules of kernels."""
     modules = (
-        of_accumulate, of_cast, of_changed, of_codecs, of_ferry, of_fingerprint, of_flatten, of_muon, of_prepare, of_stream,
-        of_strided, of_sumsq, of_updates, of_words,
+        of_accumulate, of_cast, of_changed, of_codecs, of_ferry, of_fingerprint, of_flatten, of_muon, of_prepare,
+        of_stream, of_strided, of_sumsq, of_updates, of_words,
     )  # fmt: skip
     return [job for module in modules for job in module(every)]
 
@@ -331,8 +331,8 @@ def every_format() -> Iterator[Formats]:
         for grad, state, (param, master, random) in product(TYPES, states[algorithm], masters):
             outs = [(param, out) for out in (None, BF16, FP16)]
             outs += [(published, published) for published in (BF16, FP16) if master == "fp32"]
-            for (dtype, out), changed in product(outs, (False, True)):
-                yield Formats(algorithm, grad, dtype, master, state, out, random, changed)
+            for (dtype, out), tells in product(outs, (False, True)):
+                yield Formats(algorithm, grad, dtype, master, state, out, random, tells)
 
 
 def of_updates(every: bool) -> list[Job]:

@@ -36,7 +36,7 @@ def some_blocks(numel: int, share: float) -> Tensor:
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each("share", [0.0, 0.003, 0.1, 0.5, 1.0, -1.0])
 def test_a_launch_writes_what_has_changed_of_many_tensors(share: float, dtype: torch.dtype) -> None:
-    """And nothing else: margins and unchanged elements keep their bits, a NaN too. A share of -1: all kinds of blocks."""
+    """And nothing else: margins and unchanged elements keep their bits, a NaN too. -1: blocks of all kinds."""
     packs, expected, given = [], [], []
     for numel in SIZES:
         now, before = numbers(numel, dtype, numel), numbers(numel + 8, dtype, numel + 1)

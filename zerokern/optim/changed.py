@@ -31,6 +31,7 @@ class _Mask:
         self.bits = torch.full((-(-tensor.numel() // 8),), fill, dtype=torch.uint8, device=tensor.device)
         self.apart: dict[int, Tensor] = {}
         self.rounds = False
+        self.sent: Tensor | None = None  # bits that a device was sent, and readers have yet to be told
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether the tensor has not been given memory elsewhere, or for other elements."""
@@ -50,6 +51,28 @@ class _Mask:
 
     def take(self) -> Tensor | None:
         """Returns the bits, if there are any, and clears them."""
+        self._join_apart()
+        if self.sent is not None:
+            self.bits |= self.sent
+            self.sent = None
+        found = self.bits.clone() if bool(self.bits.any()) else None
+        self.bits.zero_()
+        return found
+
+    def send(self, elements: slice, *, keeps: bool) -> Tensor:
+        """Returns the bits of these elements, which begin where a block does, and clears them. `keeps`: `take` has them
+        yet."""
+        if elements.stop - elements.start == self.tensor.numel():
+            self._join_apart()
+        part = self.of(elements.start, elements.stop - elements.start)
+        found = part.clone()
+        if keeps:
+            self.sent = torch.zeros_like(self.bits) if self.sent is None else self.sent
+            self.sent[elements.start // 8 :][: found.numel()] |= found
+        part.zero_()
+        return found
+
+    def _join_apart(self) -> None:
         for start, bits in self.apart.items():
             begin, shift = start // 8, start % 8
             wide = torch.nn.functional.pad(bits.to(torch.int32), (0, 1)) << shift
@@ -57,9 +80,6 @@ class _Mask:
             part = self.bits[begin : begin + wide.numel()]
             part |= (wide & _EVERY).to(torch.uint8)[: part.numel()]
             bits.zero_()
-        found = self.bits.clone() if bool(self.bits.any()) else None
-        self.bits.zero_()
-        return found
 
     def fill(self) -> None:
         """Counts every element as changed."""
@@ -123,6 +143,7 @@ class Changes:
     def __init__(self) -> None:
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._masks: dict[int, _Mask] = {}
+        self.sends = False  # whether a device is sent what updates in host memory change
         self._spans: list[ChangedSpan] = []  # of buckets of which ranks send each other what updates change
         self._updated: dict[int, Tensor] = {}  # by pieces that are published
         self._shards: Any = lambda: None  # a reference to those that this is of
@@ -137,7 +158,7 @@ class Changes:
     @property
     def wanted(self) -> bool:
         """Whether anybody reads them."""
-        return bool(self._spans or self.readers)
+        return bool(self._spans or self.readers or self.sends)
 
     def add(self, reader: Reader, *, loaded: bool) -> None:
         """Begins to tell a reader. `loaded`: no update has been made since state was loaded."""
@@ -199,6 +220,7 @@ class Changes:
             return
         self._shards = weakref.ref(now)
         self._spans = [span for publisher in now.publishers for span in publisher.spans]
+        self.sends = now.sends_changes
         if not self.wanted:
             return
         self._updated = dict(zip(map(id, now.local), now.updated, strict=True))
@@ -226,6 +248,11 @@ class Changes:
             return torch.zeros(-(-piece.numel() // 8), dtype=torch.uint8)
         self._join(bits, (piece,))
         return bits
+
+    def send(self, values: Tensor, elements: slice) -> Tensor | None:
+        """Returns the bits of what a device has yet to be sent of these elements of a host copy."""
+        mask = self._masks.get(id(values))
+        return None if mask is None else mask.send(elements, keeps=bool(self.readers))
 
     def _take(self, mask: _Mask) -> Tensor | None:
         bits = mask.take()

@@ -380,6 +380,8 @@ class Holdings:
         """Forgets all that points at the state, which is another one now."""
         self.unbind(tracked(self.held))
         self.changes.renew()
+        for copy in self.host.copies.values():
+            copy.same = False
         if loaded:  # the model may yet be loaded, which has the checkpoint's values already
             self.followed.compare_bits()
         self.settle(WHOLE)

@@ -28,9 +28,9 @@ WORDS = {2: tl.int16, 4: tl.int32}
 
 @triton.jit(do_not_specialize_on_alignment=["counts", "places", "values"])
 def unpack_groups(rows, counts, places, values, WORD: tl.constexpr):
-    """Program i writes the elements of group i, whose row has three words of 64 bits, two numbers in each but the first:
-    where the group begins in memory; its elements and the first of its values; the first of its counts and of its
-    places."""
+    """Program i writes the elements of group i, whose row has three words of 64 bits, two numbers in each but the
+    first: where the group begins in memory; its elements and the first of its values; the first of its counts and of
+    its places."""
     row = rows + 3 * tl.program_id(0)
     out = tl.load(row).to(tl.pointer_type(WORD))
     second, third = tl.load(row + 1), tl.load(row + 2)
@@ -60,8 +60,8 @@ def unpack_groups(rows, counts, places, values, WORD: tl.constexpr):
 
 
 def group_rows(packs: Sequence[tuple[Packed, Tensor]]) -> Tensor:
-    """Returns the rows of all groups in which anything changes: of these tensors, whose packed parts lie side by side in
-    this order, counts with counts, places with places, values with values."""
+    """Returns the rows of all groups in which anything changes: of these tensors, whose packed parts lie side by side
+    in this order, counts with counts, places with places, values with values."""
     rows, first_count, first_place, first_value = [], 0, 0, 0
     width = GROUP.value * BLOCK_NUMEL
     for packed, out in packs:
