@@ -275,6 +275,21 @@ class Masters(Rates):
     given: ClassVar[dict[str, Any]] = {"master_format": "fp32"}
 
 
+class MastersByHand(Slow):
+    """The program writes masters, and gives others in their place."""
+
+    given: ClassVar[dict[str, Any]] = {"lr": 1e-6, "master_format": "fp32"}
+
+    def after(self, step: int) -> None:
+        state = self.optimizers[0].state
+        with torch.no_grad():
+            for param in self.model.parameters() if step in (2, 5) else ():
+                if step == 2:
+                    state[param]["master"].mul_(1.5)
+                else:
+                    state[param]["master"] = state[param]["master"].detach() * 0.75
+
+
 class Split8(Rates):
     given: ClassVar[dict[str, Any]] = {"master_format": "split8"}
 

@@ -31,6 +31,8 @@ class _Mask:
         self.bits = torch.full((-(-tensor.numel() // 8),), fill, dtype=torch.uint8, device=tensor.device)
         self.apart: dict[int, Tensor] = {}
         self.rounds = False
+        self.master: Tensor | None = None  # where that is in memory
+        self._version = 0
         self.sent: Tensor | None = None  # bits that a device was sent, and readers have yet to be told
 
     def fits(self, tensor: Tensor) -> bool:
@@ -84,6 +86,14 @@ class _Mask:
     def fill(self) -> None:
         """Counts every element as changed."""
         self.bits.fill_(_EVERY)
+
+    def look(self, master: Tensor | None) -> None:
+        """Counts every element as changed where somebody has written the master: kernels compare with what is there."""
+        last, self.master = self.master, master
+        version = 0 if master is None else master._version
+        if last is not None and (last is not master or version != self._version):
+            self.fill()
+        self._version = version
 
 
 class Reader:
@@ -166,17 +176,26 @@ class Changes:
             self._fill = 0
         self.readers.add(reader)
 
-    def rows(self, rows: Iterable[tuple[Tensor, int, int, bool]]) -> list[Tensor]:
+    def rows(self, rows: Iterable[tuple[Tensor, int, int, bool, Tensor | None]]) -> list[Tensor]:
         """Returns the bits of these rows: of a tensor the first element, how many, and whether what is published is
-        rounded from a master, and the kernel reads that alone."""
+        rounded from a master, and the kernel reads that alone; the master, if it is in memory."""
         found = []
-        for tensor, start, numel, rounds in rows:
+        published = bool(self._spans) or self.sends  # and masters may have been others before: nobody has looked
+        for tensor, start, numel, rounds, master in rows:
             mask = self._masks.get(id(tensor))
             if mask is None or not mask.fits(tensor):
-                mask = self._masks[id(tensor)] = _Mask(tensor, self._fill if rounds else 0)
+                fill = _EVERY if published else self._fill
+                mask = self._masks[id(tensor)] = _Mask(tensor, fill if rounds else 0)
             mask.rounds = rounds
+            mask.look(master)
             found.append(mask.of(start, numel))
         return found
+
+    def look_at_masters(self) -> None:
+        """Counts as changed what is rounded from masters that others than updates have written."""
+        for mask in self._masks.values():
+            if mask.master is not None:
+                mask.look(mask.master)
 
     def forget(self) -> None:
         """Gives the memory back, which tables keep as long as they point at it."""
