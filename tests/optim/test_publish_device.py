@@ -73,7 +73,7 @@ def on_device(kind: type[Program], device: HostComputes, stage: int, **given: An
     return OnDevice
 
 
-LEFT_OUT = ("Torchs", "TorchsBeside", "Muons", "InHost")
+LEFT_OUT = ("Torchs", "TorchsBeside", "Muons", "InHost", "WrittenUncounted")
 SOME = [one for one in PROGRAMS if one.__name__ not in LEFT_OUT]
 
 

@@ -162,6 +162,16 @@ class WrittenAndRefreshed(Slow):
             self.optimizers[0].refresh_masters()
 
 
+class WrittenUncounted(Slow):
+    """All ranks write what no version counts, the same; then one of them writes something else, if it is to."""
+
+    alike = True
+
+    def before(self, step: int) -> None:
+        for param in self.model.parameters() if step == 3 and (self.alike or not self.world.rank) else ():
+            param.data.mul_(0.5)
+
+
 class Pieces(Slow):
     """The optimizer has the pieces, and the program clamps them."""
 

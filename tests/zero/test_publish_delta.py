@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
-from publish_cases import PROGRAMS, Overlap, Program, Slow, WrittenByAll, same_bits
+from publish_cases import PROGRAMS, STEPS, Overlap, Program, Slow, WrittenByAll, WrittenUncounted, same_bits
 from tables import each
 from torch import Tensor
 from worlds import World, built, on_hybrid_threads, on_threads, ranked, refusal, says
@@ -14,6 +16,7 @@ from zerokern.api import sharding_of
 from zerokern.comm import Handle
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text
+from zerokern.zero import changed_spans
 
 
 @ranked
@@ -29,6 +32,39 @@ def same(world: World, kind: type[Program]) -> None:
 @each("kind", PROGRAMS)
 def test_ranks_have_the_bits_of_all(kind: type[Program], size: int) -> None:
     on_threads(size, same, kind, timeout=60)
+
+
+class WrittenByOneUncounted(WrittenUncounted):
+    alike = False
+
+
+class WrittenInOverlap(WrittenByOneUncounted):
+    given: ClassVar[dict[str, Any]] = {"lr": 1e-6, "schedule": "overlap"}
+
+
+@ranked
+def heard(world: World, kind: type[Program]) -> str:
+    program = kind(world, "delta")
+    message = refusal(program.run, zk.StateError)
+    if kind is WrittenByOneUncounted:  # else the ranks have heard of it in other calls
+        says(refusal(lambda: program.step(STEPS), zk.StateError), ["load a checkpoint"])
+    return message
+
+
+@each("size", [2, 3])
+@each("kind", [WrittenByOneUncounted, WrittenInOverlap])
+def test_a_write_that_nobody_counts_is_heard_of_on_all_ranks(
+    kind: type[Program], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changed_spans, "COMPARED_EACH", 2)
+    for message in on_threads(size, heard, kind, timeout=60):
+        says(message, ["parameters from '", "rank", "rank 0", "`.data`", "opt.refresh_masters()", "load the model"])
+
+
+@each("kind", PROGRAMS)
+def test_what_is_the_same_is_refused_by_nobody(kind: type[Program], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changed_spans, "COMPARED_EACH", 1)
+    on_threads(3, same, kind, timeout=60)
 
 
 @each("kind", [Slow, Overlap, WrittenByAll])
@@ -89,6 +125,7 @@ def test_what_does_not_fit_is_sent_once() -> None:
 
         def send(full: Tensor) -> Handle:
             calls.append("send")
+            full.view(2, -1)[1] = full.view(2, -1)[0]  # from the other rank
             return Interrupted()
 
         handle = next(iter(sharding_of(model).publisher.spans)).gather(send, None)

@@ -19,6 +19,7 @@ __all__ = ["Changed", "ChangedCopies", "Send"]
 _SLOTS = 2  # one is filled while the other is on its way
 _MOST = 0.75  # of the bytes of all values: where changes take more, packing costs more than it saves
 _PAUSE = 8  # copies of the same values, of which the last alone is packed, where the last one was no less
+_ALL_EACH = 64  # copies of the same values: what nobody counts as written on the device lasts no longer
 _ALIGNMENT = 16
 Send = Callable[[Tensor, slice], Tensor | None]
 """Gives up the bits of what has changed of these elements of a tensor; None: nobody knows."""
@@ -47,14 +48,16 @@ class ChangedCopies:
         self._link, self._room = link, room
         self._slots = [_Slot() for _ in range(_SLOTS)]
         self._paused: dict[object, int] = {}
+        self._counts: dict[object, int] = {}
 
     def send(self, key: object, changed: Sequence[Changed], ready: Any) -> Copy | None:
         """Copies what has changed, once `ready`; returns None, and copies nothing, where that would not be less.
 
         `key`: says which values these are, of those that are copied in each step.
         """
-        if self._paused.get(key):
-            self._paused[key] -= 1
+        self._counts[key] = self._counts.get(key, len(self._counts)) + 1  # so that they take turns
+        if self._paused.get(key) or not self._counts[key] % _ALL_EACH:
+            self._paused[key] = max(self._paused.get(key, 0) - 1, 0)
             return None
         from zerokern.kernels.triton.changed import group_rows  # where no device is asked for, Triton may be missing
 
