@@ -20,6 +20,7 @@ from publish_cases import (
     SkippedInOverlap,
     WrittenByAll,
     WrittenByOne,
+    WrittenUncounted,
     same_bits,
 )
 from tables import each
@@ -30,6 +31,7 @@ from worlds import World, built, on_threads, ranked
 import zerokern as zk
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text
+from zerokern.memory import changed_copies
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -77,8 +79,10 @@ LEFT_OUT = ("Torchs", "TorchsBeside", "Muons", "InHost", "WrittenUncounted")
 SOME = [one for one in PROGRAMS if one.__name__ not in LEFT_OUT]
 
 
-def trained(kind: type[Program], world: World, publish: str, stage: int, **given: Any) -> list[Tensor]:
-    device = Counting(poison=True)
+def trained(
+    kind: type[Program], world: World, publish: str, stage: int, stretch: Any = 0.0, **given: Any
+) -> list[Tensor]:
+    device = Counting(poison=True, stretch=stretch)
     with one_thread():
         program = on_device(kind, device, stage, **given)(world, publish)
         found = program.run()
@@ -103,6 +107,18 @@ def test_a_device_has_the_bits_of_all(kind: type[Program], stage: int) -> None:
 @each("kind", [Overlap, LoadedEmpty, Copied])
 def test_with_state_on_a_disk(kind: type[Program], tmp_path: Path) -> None:
     trained_alike(kind, 2, tier=zk.Nvme(tmp_path))
+
+
+def test_a_write_on_the_device_that_nobody_counts_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of a bucket that goes up once in so many updates; "all" writes over it in the next one."""
+    monkeypatch.setattr(changed_copies, "_ALL_EACH", 1)
+    trained_alike(WrittenUncounted, 2)
+
+
+@each("kind", [Overlap, LateReloaded])
+def test_a_slow_link(kind: type[Program]) -> None:
+    """Packed bytes stay where they are until they have gone up, however many buckets come behind them."""
+    trained_alike(kind, 2, stretch={"up": 0.003})
 
 
 def counts_of(publish: str, stage: int, schedule: Any) -> tuple[list[Tensor], list[dict[str, int]]]:
