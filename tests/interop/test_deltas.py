@@ -226,12 +226,11 @@ def test_two_followers_and_each_has_its_own_time(tier: str, schedule: Any) -> No
 def test_a_follower_that_is_gone_leaves_nothing() -> None:
     case = Case()
     case.step()
-    changes = case.opt.holdings.changes
-    assert changes.nbytes
+    assert case.opt.statistics()["change_bytes"] >= case.model.one.weight.numel() // 8 > 0
     del case.follower
     gc.collect()
     case.step()
-    assert not changes.wanted and not changes.nbytes
+    assert "change_bytes" not in case.opt.statistics()
 
 
 def test_groups_and_freezing() -> None:

@@ -163,7 +163,8 @@ class Changes:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that bits take."""
-        return sum(mask.bits.nbytes for mask in self._masks.values())
+        held = ((mask.bits, mask.sent, *mask.apart.values()) for mask in self._masks.values())
+        return sum(one.nbytes for some in held for one in some if one is not None)
 
     @property
     def wanted(self) -> bool:
