@@ -157,7 +157,7 @@ class WrittenByOne(Slow):
 class WrittenAndRefreshed(Slow):
     def before(self, step: int) -> None:
         if step % 3 == 1:
-            for param in self.model.parameters():
+            for param in self.model.parameters() if self.world.rank == step % self.world.size else ():
                 param.data.mul_(0.5)
             self.optimizers[0].refresh_masters()
 
@@ -286,18 +286,23 @@ class Masters(Rates):
 
 
 class MastersByHand(Slow):
-    """The program writes masters, and gives others in their place."""
+    """The program writes masters, after the first publications, all of which are whole."""
 
+    replaces = False
     given: ClassVar[dict[str, Any]] = {"lr": 1e-6, "master_format": "fp32"}
 
     def after(self, step: int) -> None:
         state = self.optimizers[0].state
         with torch.no_grad():
-            for param in self.model.parameters() if step in (2, 5) else ():
-                if step == 2:
-                    state[param]["master"].mul_(1.5)
+            for param in self.model.parameters() if step == STEPS - 2 else ():
+                if self.replaces:
+                    state[param]["master"] = state[param]["master"].detach() * 1.5
                 else:
-                    state[param]["master"] = state[param]["master"].detach() * 0.75
+                    state[param]["master"].mul_(1.5)
+
+
+class MastersReplaced(MastersByHand):
+    replaces = True
 
 
 class Split8(Rates):
