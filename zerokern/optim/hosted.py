@@ -265,7 +265,7 @@ class HostCopies:
         if not copies:
             return
         for copy in copies:
-            copy.pending, copy.same = False, copy.shadow is None
+            copy.pending = False
         if self.link is None:
             for copy in copies:
                 copy.values.detach().copy_(copy.local.detach())
@@ -279,7 +279,7 @@ class HostCopies:
             ticket.wait()
             torch.autograd.graph.increment_version([copy.values for copy in copies])
         for copy in copies:
-            copy.checked = False
+            copy.checked, copy.same = False, copy.shadow is None
 
     def fetch(
         self,
