@@ -309,8 +309,8 @@ def test_a_second_follower_gets_nothing_from_before() -> None:
 
 def test_bits_of_rows_that_grow_are_kept() -> None:
     changes, tensor = Changes(), torch.zeros(64)
-    changes.rows([(tensor, 4, 8, False)])[0].fill_(1)
-    assert changes.rows([(tensor, 4, 20, False)])[0].tolist() == [1, 0, 0]
+    changes.rows([(tensor, 4, 8, False, None)])[0].fill_(1)
+    assert changes.rows([(tensor, 4, 20, False, None)])[0].tolist() == [1, 0, 0]
 
 
 def test_several_optimizers_of_one_model() -> None:
