@@ -108,7 +108,8 @@ def shard(
             matrices go together, one for each rank.
         publish: what ranks send each other of updated parameters at stages 1 and 2: "all" of them, or as a "delta" the
             elements whose bits an update has changed, bucket by bucket, where that is less. Parameters have the same
-            bits. At learning rates of fine-tuning most bf16 values keep theirs in a step. For parameters on a CPU.
+            bits. At learning rates of fine-tuning most bf16 values keep theirs in a step. Ranks do so for parameters
+            on a CPU; on a GPU, at every stage, it is what the host sends up that has updated them (`tier="cpu"`).
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(4, 2), stage=3)

@@ -14,6 +14,7 @@ from zerokern.kernels.formats import BLOCK, CODECS
 from zerokern.kernels.triton import (
     accumulate,
     cast,
+    changed,
     codecs,
     ferry,
     fingerprint,
@@ -47,8 +48,8 @@ PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 def all_jobs(every: bool) -> list[Job]:
     """The jobs of all modules of kernels."""
     modules = (
-        of_accumulate, of_cast, of_codecs, of_ferry, of_fingerprint, of_flatten, of_muon, of_prepare, of_stream,
-        of_strided, of_sumsq, of_updates, of_words,
+        of_accumulate, of_cast, of_changed, of_codecs, of_ferry, of_fingerprint, of_flatten, of_muon, of_prepare,
+        of_stream, of_strided, of_sumsq, of_updates, of_words,
     )  # fmt: skip
     return [job for module in modules for job in module(every)]
 
@@ -100,6 +101,22 @@ def of_cast(every: bool) -> list[Job]:
         case = f"{src}-{dst}".replace("torch.", "")
         made.append(make_job(cast.cast_tile, case, signature, constexprs, promises, num_warps=NUM_WARPS))
     return made
+
+
+def of_changed(every: bool) -> list[Job]:
+    """One for each width of element."""
+    return [
+        make_job(
+            changed.unpack_groups,
+            f"{8 * width} bits",
+            {"rows": "*i64", "counts": "*u8", "places": "*u8", "values": f"*i{8 * width}"},
+            {"WORD": word},
+            Promises(128, wide=(), shared=16384),
+            num_warps=changed.NUM_WARPS,
+            aligned=("rows",),
+        )
+        for width, word in changed.WORDS.items()
+    ]
 
 
 def of_codecs(every: bool) -> list[Job]:
@@ -314,8 +331,8 @@ def every_format() -> Iterator[Formats]:
         for grad, state, (param, master, random) in product(TYPES, states[algorithm], masters):
             outs = [(param, out) for out in (None, BF16, FP16)]
             outs += [(published, published) for published in (BF16, FP16) if master == "fp32"]
-            for (dtype, out), changed in product(outs, (False, True)):
-                yield Formats(algorithm, grad, dtype, master, state, out, random, changed)
+            for (dtype, out), tells in product(outs, (False, True)):
+                yield Formats(algorithm, grad, dtype, master, state, out, random, tells)
 
 
 def of_updates(every: bool) -> list[Job]:

@@ -18,11 +18,13 @@ from jobs import every_format, of_updates
 from promises import StandInDriver, plain
 from triton.backends.compiler import GPUTarget
 
+from zerokern.kernels.changed import pack_changed
 from zerokern.kernels.checks import SpanList
 from zerokern.kernels.formats import CODECS
 from zerokern.kernels.triton import (
     accumulate,
     bucket,
+    changed,
     codecs,
     ferry,
     fingerprint,
@@ -75,6 +77,8 @@ def everything() -> None:
         for numel, sumsq.PROGRAMS_EACH in itertools.product((1, 16, 70_000), (4, 0)):
             sumsq.sumsq([x[:numel]], stats[1:])
         fingerprint.fingerprints([x, x[1:]], torch.zeros(3, dtype=torch.int64)[1:])
+        packed = pack_changed(torch.ones(-(-x.numel() // 8), dtype=torch.uint8), x)
+        changed.unpack(changed.group_rows([(packed, x)]), packed.counts, packed.places, packed.values)
     x = torch.ones(100, dtype=torch.uint8)
     spans = [(x.data_ptr() + at, x.data_ptr() + 64 + at, 16) for at in (16, 4, 2, 1)]
     ferry.ferry(spans, torch.zeros(13, dtype=torch.int64)[1:])

@@ -226,12 +226,11 @@ def test_two_followers_and_each_has_its_own_time(tier: str, schedule: Any) -> No
 def test_a_follower_that_is_gone_leaves_nothing() -> None:
     case = Case()
     case.step()
-    changes = case.opt.holdings.changes
-    assert changes.nbytes
+    assert case.opt.statistics()["change_bytes"] >= case.model.one.weight.numel() // 8 > 0
     del case.follower
     gc.collect()
     case.step()
-    assert not changes.wanted and not changes.nbytes
+    assert "change_bytes" not in case.opt.statistics()
 
 
 def test_groups_and_freezing() -> None:
@@ -310,8 +309,8 @@ def test_a_second_follower_gets_nothing_from_before() -> None:
 
 def test_bits_of_rows_that_grow_are_kept() -> None:
     changes, tensor = Changes(), torch.zeros(64)
-    changes.rows([(tensor, 4, 8, False)])[0].fill_(1)
-    assert changes.rows([(tensor, 4, 20, False)])[0].tolist() == [1, 0, 0]
+    changes.rows([(tensor, 4, 8, False, None)])[0].fill_(1)
+    assert changes.rows([(tensor, 4, 20, False, None)])[0].tolist() == [1, 0, 0]
 
 
 def test_several_optimizers_of_one_model() -> None:

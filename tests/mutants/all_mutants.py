@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import of_checkpoint
+import of_deltas
 import of_held_state
 import of_io
 import of_kernels
@@ -27,4 +28,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *of_matrices_and_places.MUTANTS,
     *of_held_state.MUTANTS,
     *of_checkpoint.MUTANTS,
+    *of_deltas.MUTANTS,
 )

@@ -177,7 +177,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         in which somebody, the update's own thread mostly, waited for a copy between host and device, for the disk of
         `tier=zk.Nvme(path)`, for other ranks' parts of parameters. `state_bytes/device`, `/cpu` and `/disk`: what
         state this rank has, and where; with `zk.Delayed` also the parameters that wait to be published.
-        `state_budget_bytes/device`: what "device:auto" has become.
+        `state_budget_bytes/device`: what "device:auto" has become. `change_bytes`: what `zk.deltas` and
+        `publish="delta"` take to know what updates change.
 
         Asking waits for the decision to step, and on a GPU for the step.
 
@@ -202,6 +203,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "step_s": self._step_s,
             **waited,
             **self.holdings.state_nbytes(),
+            **self.holdings.change_nbytes(),
         }
 
     @torch._disable_dynamo

@@ -242,6 +242,7 @@ class Binding:
         """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
         self.tier.check()
         self.begun, self._done, self._updated, self._taken = False, False, 0, 0
+        self.compute.changes.look_at_masters()
         in_rounds = self.tier.streams and bool(self.survey.matrices)
         ns_dtypes = [one["ns_dtype"] for one in settings] if in_rounds else []
         known = self._is_laid_out and self._is_followed is self.compute.changes.wanted

@@ -31,6 +31,9 @@ class _Mask:
         self.bits = torch.full((-(-tensor.numel() // 8),), fill, dtype=torch.uint8, device=tensor.device)
         self.apart: dict[int, Tensor] = {}
         self.rounds = False
+        self.master: Tensor | None = None  # where that is in memory
+        self._version = 0
+        self.sent: Tensor | None = None  # bits that a device was sent, and readers have yet to be told
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether the tensor has not been given memory elsewhere, or for other elements."""
@@ -50,6 +53,28 @@ class _Mask:
 
     def take(self) -> Tensor | None:
         """Returns the bits, if there are any, and clears them."""
+        self._join_apart()
+        if self.sent is not None:
+            self.bits |= self.sent
+            self.sent = None
+        found = self.bits.clone() if bool(self.bits.any()) else None
+        self.bits.zero_()
+        return found
+
+    def send(self, elements: slice, *, keeps: bool) -> Tensor:
+        """Returns the bits of these elements, which begin where a block does, and clears them. `keeps`: `take` has them
+        yet."""
+        if elements.stop - elements.start == self.tensor.numel():
+            self._join_apart()
+        part = self.of(elements.start, elements.stop - elements.start)
+        found = part.clone()
+        if keeps:
+            self.sent = torch.zeros_like(self.bits) if self.sent is None else self.sent
+            self.sent[elements.start // 8 :][: found.numel()] |= found
+        part.zero_()
+        return found
+
+    def _join_apart(self) -> None:
         for start, bits in self.apart.items():
             begin, shift = start // 8, start % 8
             wide = torch.nn.functional.pad(bits.to(torch.int32), (0, 1)) << shift
@@ -57,13 +82,18 @@ class _Mask:
             part = self.bits[begin : begin + wide.numel()]
             part |= (wide & _EVERY).to(torch.uint8)[: part.numel()]
             bits.zero_()
-        found = self.bits.clone() if bool(self.bits.any()) else None
-        self.bits.zero_()
-        return found
 
     def fill(self) -> None:
         """Counts every element as changed."""
         self.bits.fill_(_EVERY)
+
+    def look(self, master: Tensor | None) -> None:
+        """Counts every element as changed where somebody has written the master: kernels compare with what is there."""
+        last, self.master = self.master, master
+        version = 0 if master is None else master._version
+        if last is not None and (last is not master or version != self._version):
+            self.fill()
+        self._version = version
 
 
 class Reader:
@@ -123,6 +153,7 @@ class Changes:
     def __init__(self) -> None:
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._masks: dict[int, _Mask] = {}
+        self.sends = False  # whether a device is sent what updates in host memory change
         self._spans: list[ChangedSpan] = []  # of buckets of which ranks send each other what updates change
         self._updated: dict[int, Tensor] = {}  # by pieces that are published
         self._shards: Any = lambda: None  # a reference to those that this is of
@@ -132,12 +163,13 @@ class Changes:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that bits take."""
-        return sum(mask.bits.nbytes for mask in self._masks.values())
+        held = ((mask.bits, mask.sent, *mask.apart.values()) for mask in self._masks.values())
+        return sum(one.nbytes for some in held for one in some if one is not None)
 
     @property
     def wanted(self) -> bool:
         """Whether anybody reads them."""
-        return bool(self._spans or self.readers)
+        return bool(self._spans or self.readers or self.sends)
 
     def add(self, reader: Reader, *, loaded: bool) -> None:
         """Begins to tell a reader. `loaded`: no update has been made since state was loaded."""
@@ -145,17 +177,26 @@ class Changes:
             self._fill = 0
         self.readers.add(reader)
 
-    def rows(self, rows: Iterable[tuple[Tensor, int, int, bool]]) -> list[Tensor]:
+    def rows(self, rows: Iterable[tuple[Tensor, int, int, bool, Tensor | None]]) -> list[Tensor]:
         """Returns the bits of these rows: of a tensor the first element, how many, and whether what is published is
-        rounded from a master, and the kernel reads that alone."""
+        rounded from a master, and the kernel reads that alone; the master, if it is in memory."""
         found = []
-        for tensor, start, numel, rounds in rows:
+        published = bool(self._spans) or self.sends  # and masters may have been others before: nobody has looked
+        for tensor, start, numel, rounds, master in rows:
             mask = self._masks.get(id(tensor))
             if mask is None or not mask.fits(tensor):
-                mask = self._masks[id(tensor)] = _Mask(tensor, self._fill if rounds else 0)
+                fill = _EVERY if published else self._fill
+                mask = self._masks[id(tensor)] = _Mask(tensor, fill if rounds else 0)
             mask.rounds = rounds
+            mask.look(master)
             found.append(mask.of(start, numel))
         return found
+
+    def look_at_masters(self) -> None:
+        """Counts as changed what is rounded from masters that others than updates have written."""
+        for mask in self._masks.values():
+            if mask.master is not None:
+                mask.look(mask.master)
 
     def forget(self) -> None:
         """Gives the memory back, which tables keep as long as they point at it."""
@@ -199,6 +240,7 @@ class Changes:
             return
         self._shards = weakref.ref(now)
         self._spans = [span for publisher in now.publishers for span in publisher.spans]
+        self.sends = now.sends_changes
         if not self.wanted:
             return
         self._updated = dict(zip(map(id, now.local), now.updated, strict=True))
@@ -226,6 +268,11 @@ class Changes:
             return torch.zeros(-(-piece.numel() // 8), dtype=torch.uint8)
         self._join(bits, (piece,))
         return bits
+
+    def send(self, values: Tensor, elements: slice) -> Tensor | None:
+        """Returns the bits of what a device has yet to be sent of these elements of a host copy."""
+        mask = self._masks.get(id(values))
+        return None if mask is None else mask.send(elements, keeps=bool(self.readers))
 
     def _take(self, mask: _Mask) -> Tensor | None:
         bits = mask.take()

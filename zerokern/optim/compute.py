@@ -38,6 +38,12 @@ Member = tuple[int, Any]
 parameter in memory."""
 
 
+def _master_of(row: Row) -> Tensor | None:
+    """Returns what the row's published values are rounded from, if that is in memory."""
+    pairs = zip(row.layout.columns, row.tensors, strict=False)
+    return next((one for slot, one in pairs if slot.key == "master"), None) if row.words[_OUT] else None
+
+
 @dataclass
 class TableGroup:
     """Rows that share formats, hyperparameters and step count."""
@@ -99,7 +105,8 @@ class RowTable:
         if self.changes.wanted:
             rounds = [bool(row.words[_OUT]) for row in rows]
             tensors = map(survey.params.__getitem__, index)
-            table.changed = self.changes.rows(zip(tensors, starts, table.columns["numel"], rounds, strict=True))
+            told = zip(tensors, starts, table.columns["numel"], rounds, map(_master_of, rows), strict=True)
+            table.changed = self.changes.rows(told)
             table.columns["changed"][:] = array("Q", [bits.data_ptr() for bits in table.changed])
         shifts = [start * survey.grad_dtypes[i].itemsize for i, start in zip(index, starts, strict=True)]
         whole = index == list(range(len(survey.params))) and not any(shifts)

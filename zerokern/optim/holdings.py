@@ -379,10 +379,17 @@ class Holdings:
         budget = {} if free is None else {"state_budget_bytes/device": float(free)}
         return {**{f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}, **budget}
 
+    def change_nbytes(self) -> dict[str, float]:
+        """Returns the bytes that bits of what updates change take, and what these go to a device through, if any."""
+        nbytes = self.changes.nbytes + (0 if self.host.changed is None else self.host.changed.nbytes)
+        return {"change_bytes": nbytes} if nbytes else {}
+
     def renew(self, *, loaded: bool = True) -> None:
         """Forgets all that points at the state, which is another one now."""
         self.unbind(tracked(self.held))
         self.changes.renew()
+        for copy in self.host.copies.values():
+            copy.same = False
         if loaded:  # the model may yet be loaded, which has the checkpoint's values already
             self.followed.compare_bits()
         self.settle(WHOLE)

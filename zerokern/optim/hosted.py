@@ -20,6 +20,7 @@ from zerokern.core import env
 from zerokern.core.errors import warn
 from zerokern.kernels.squares import ChunkSums, one_by_one
 from zerokern.memory import Wanted, placement
+from zerokern.memory.changed_copies import Changed, ChangedCopies, Send
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
 from zerokern.optim import device
@@ -72,6 +73,7 @@ class HostCopy:
     pending: bool = False  # the values are those of an update that has yet to be published
     stays: int | None = None
     near: bool = False
+    same: bool = False  # the device has these values, but for those that bits of changes tell
     left: weakref.WeakMethod | None = None  # brings the device's gradient back, whose memory there was given up
 
     @property
@@ -121,6 +123,7 @@ class HostCopies:
     _put: list[HostCopy] = field(default_factory=list)  # in place, and not yet accounted for
     _watched: list[HostCopy] = field(default_factory=list)  # those with values of their own
     _watch: Watch = field(default_factory=lambda: Watch(()))  # of their parameters, as of when both last agreed
+    changed: ChangedCopies | None = None  # sends what has changed of values, once anybody has asked for that
     _cells: list[Tensor] = field(default_factory=list)
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
 
@@ -276,7 +279,7 @@ class HostCopies:
             ticket.wait()
             torch.autograd.graph.increment_version([copy.values for copy in copies])
         for copy in copies:
-            copy.checked = False
+            copy.checked, copy.same = False, copy.shadow is None
 
     def fetch(
         self,
@@ -358,20 +361,47 @@ class HostCopies:
         (copy.grad,) = self.room.lay_out([Wanted("gradients", copy.local.shape, dtype)])
         copy.values.grad_dtype, copy.checked = dtype, False
 
-    def store(self, copies: Sequence[HostCopy], ready: Any, piece: Piece | None = None) -> Copy | None:
-        """Copies updated values to the device, once `ready`; without a device, `publish` does. `piece`: not all."""
+    def store(
+        self, copies: Sequence[HostCopy], ready: Any, piece: Piece | None = None, send: Send | None = None
+    ) -> Copy | None:
+        """Copies updated values to the device, once `ready`; without a device, `publish` does. `piece`: not all.
+
+        `send`: those alone that have changed, where that is less.
+        """
         if self.link is None:
+            return None
+        wanted = [(copy, slice(0, copy.values.numel())) for copy in copies] if piece is None else piece
+        moved = [(copy, elements) for copy, elements in wanted if copy.stays is None]
+        if not moved:
             return None
         pairs = {
             id(copy): (copy.local.detach() if copy.shadow is None else copy.shadow, copy.values.detach())
-            for copy in copies
-            if copy.stays is None
+            for copy, _ in moved
         }
-        batch = list(pairs.values()) if piece is None else _portions(piece, pairs)
-        if not batch:
-            return None
+        if send is not None and (sent := self._send(moved, pairs, ready, send)) is not None:
+            return sent
+        batch = list(pairs.values()) if piece is None else _portions(moved, pairs)
         targets, sources = [target for target, _ in batch], [source for _, source in batch]
-        return self.link.to_device(sources, targets, ready=ready, checked=all(map(_checked, copies)))
+        ticket = self.link.to_device(sources, targets, ready=ready, checked=all(map(_checked, copies)))
+        for copy, elements in moved:
+            copy.same = copy.same or elements.stop == copy.values.numel()
+        return ticket
+
+    def _send(self, moved: Piece, pairs: Mapping[int, tuple[Tensor, Tensor]], ready: Any, send: Send) -> Copy | None:
+        """Copies what has changed of these elements; returns None where all of them are to be copied."""
+        assert self.link is not None
+        bits = [send(copy.values, elements) for copy, elements in moved]
+        changed = [
+            Changed(some, values, target)
+            for some, (copy, _), (target, values) in zip(bits, moved, _portions(moved, pairs), strict=True)
+            if some is not None and copy.same
+        ]
+        if len(changed) < len(moved):
+            return None
+        if self.changed is None:
+            self.changed = ChangedCopies(self.link, self.room)
+        (first, elements), *_ = moved
+        return self.changed.send((id(first), elements.start), changed, ready)
 
     def reading(self, value: Any) -> Callable[[], Any]:
         """Returns a function that returns what a number on the device is now; any thread may call it later."""
@@ -448,11 +478,14 @@ class HostCopies:
         if torch.equal(values.to(copy.values.device), copy.values):
             return
         with torch.no_grad():
+            copy.same = False
             alias(copy.values, 0, copy.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
         self.mark_pending([copy])
 
     def mark_pending(self, copies: Sequence[HostCopy]) -> None:
         """Marks copies as pending whose values differ from their parameters."""
+        for copy in copies:
+            copy.same = False
         ticket = self.store(copies, None) if copies else None
         if ticket is not None:
             ticket.wait()

@@ -142,6 +142,12 @@ class Shards:
         """Whether parameters were frozen or thawed: those that are trained have a host copy, others none."""
         return self.is_hosted and self._trained != [one.requires_grad for one in self.local]
 
+    @property
+    def sends_changes(self) -> bool:
+        """Whether a device is sent what updates in host memory change of some of these."""
+        asked = any(getattr(one, "publishes_changes", False) for one in self.shardings)
+        return asked and self.host.link is not None and any(one.stays is None for one in self.host.copies.values())
+
     def _grad_dtypes(self) -> list[torch.dtype]:
         """Returns the dtypes of gradients, as far as they are known before there are any."""
         made = []

@@ -193,7 +193,7 @@ class StepRunner:
             parts = taken[::-1] if here.delays else taken
         else:
             parts = [part_of(ALL, survey.numbers)]
-        update = Update(binding, self._decision, shards, parts, here.changes.take)
+        update = Update(binding, self._decision, shards, parts, here.changes)
         for group in update.exchanges:
             group.begin_exchanging(None if inline else update)
         prepare = together(update.exchanges)(prepare)

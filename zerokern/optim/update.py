@@ -14,12 +14,12 @@ from zerokern.optim.parts import Part
 from zerokern.optim.rounds import together
 from zerokern.schedule import Delayed, Span, StepProgram, program_of, resident
 from zerokern.schedule.program import state_of
-from zerokern.zero.changed_spans import Take
 from zerokern.zero.partition import shards_parameters, shards_state
 from zerokern.zero.watch import Watch
 
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
+    from zerokern.optim.changed import Changes
     from zerokern.optim.decide import Decision
     from zerokern.optim.hosted import HostCopies, HostCopy
     from zerokern.optim.shards import Shards
@@ -46,10 +46,9 @@ class Update:
     """Carries out one update, part by part, in the order of `parts`: where it is made at once, there is one, `ALL`."""
 
     def __init__(
-        self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part], take: Take | None = None
+        self, binding: Binding, decision: Decision, shards: Shards, parts: Sequence[Part], changes: Changes
     ) -> None:
-        """`take`: gives up the bits of what has changed of a piece."""
-        self.binding, self.decision, self.parts, self._take = binding, decision, parts, take
+        self.binding, self.decision, self.parts, self._changes = binding, decision, parts, changes
         turns = [turn for part in parts for turn in part.turns]
         first = accumulate((len(part.turns) for part in parts), initial=0)
         self._turn_of = {part.name: turn for part, turn in zip(parts, first, strict=False)}
@@ -144,13 +143,18 @@ class Update:
             if self.run.failure is None:
                 raise  # else nothing reads them any more, and why it failed is told elsewhere
 
-    def store(self, host: HostCopies, copies: Sequence[HostCopy], ready: Any, piece: Any, last: list[Any]) -> Any:
+    def store(
+        self, part: Part, host: HostCopies, copies: Sequence[HostCopy], ready: Any, piece: Any, last: list[Any]
+    ) -> Any:
         """Copies updated values to the device, or a piece of them.
 
         `last`: the ticket of the piece before, which also stands for one with nothing to copy: who waits for the last
         piece waits for all. They are of one stream.
         """
-        ticket = None if self.decision.scale is None else host.store(copies, ready, piece)
+        if self.decision.scale is None:
+            return None
+        send = self._changes.send if getattr(part.sharding, "publishes_changes", False) else None
+        ticket = host.store(copies, ready, piece, send)
         if ticket is not None:
             last[:] = [ticket]
         return last[0] if last else None
@@ -164,12 +168,12 @@ class Update:
         """Sends this rank's span of an updated bucket to all ranks. On a CPU the worker waits for the end."""
         self.gathered.add(part.name)
         if driver is None:
-            part.sharding.publisher.gather(part.bucket.number, self._take).wait()
+            part.sharding.publisher.gather(part.bucket.number, self._changes.take).wait()
             return None
         with driver.aside("publish"):  # not behind all that the program has launched
             if self._launched is not None:
                 self._launched.gate()
-            return _DeviceCollective(part.sharding.publisher.gather(part.bucket.number, self._take), driver)
+            return _DeviceCollective(part.sharding.publisher.gather(part.bucket.number, self._changes.take), driver)
 
     def actions(
         self,
@@ -198,7 +202,7 @@ class Update:
             yield ("Store", "state"), self.put_away
         for sharding, memory, name in () if not inline else buckets_of(shards, taken):
             if sharding.publisher.gathers(memory) and shards.reaches(memory):
-                yield ("Gather", name), partial(sharding.publisher.launch_gather, memory, self._take)
+                yield ("Gather", name), partial(sharding.publisher.launch_gather, memory, self._changes.take)
 
     def _actions_of(
         self, part: Part, program: StepProgram, shards: Shards, tickets: Sequence[Any], ready: Any, inline: bool
@@ -229,7 +233,7 @@ class Update:
                 read = copies if number == len(pieces) else []  # to its end
                 yield ("Step", name), partial(self.make_part, turn + number - 1, host, read, near)
                 if program.has("Store", name):
-                    yield ("Store", name), partial(self.store, host, copies, ready, piece, stored)
+                    yield ("Store", name), partial(self.store, part, host, copies, ready, piece, stored)
         if program.has("Publish", part.name):
             yield ("Publish", part.name), partial(host.put, copies if shards.is_hosted and host.delays else ())
 

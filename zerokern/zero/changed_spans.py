@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.comm import Handle
+from zerokern.core.errors import StateError
 from zerokern.kernels.changed import Packed, pack_changed, unpack_changed
 from zerokern.kernels.formats import blocks
+from zerokern.kernels.ops import fingerprints
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.partition import Piece
 from zerokern.zero.shard import Shard
@@ -18,11 +22,19 @@ from zerokern.zero.watch import Watch
 
 __all__ = ["ChangedSpan", "Send", "Take"]
 
-_HEAD = torch.int64.itemsize  # of what a rank sends: how many bytes its changes take, or that it needs all
+_HEAD = 2 * torch.int64.itemsize  # of what a rank sends: how many bytes its changes take, or that it needs all; a print
 _SIZES = 2 * torch.int32.itemsize  # of each piece: the bytes of its places and values
 _NEEDS_ALL = -1
 _MOST = 0.75  # of the bytes of a span: where changes take more, packing costs more than it saves
 _PAUSE = 8  # publications, of which the last alone asks how many bytes there are, where the last ones took more
+COMPARED_EACH = 128  # publications of a bucket: a print takes a third longer than to unpack what others have changed
+_FIRST = 4  # publications, in which all optimizers are heard of that publish the bucket
+_DIFFER = (
+    "ranks have other values of parameters from {name!r} on since one of the last {each} updates: {ranks} differ. With "
+    "publish='delta' a write that no version counts (`.data`, NumPy, a pointer) reaches no other rank. Call "
+    "opt.refresh_masters() on all ranks after such a write, or write within torch.no_grad(); now load the model, then "
+    "its optimizer"
+)
 Send = Callable[[Tensor], Handle]
 Take = Callable[[Tensor], Tensor]
 
@@ -47,6 +59,9 @@ class ChangedSpan:
         self._most = int(_MOST * bucket.shard_numel * memory.dtype.itemsize)
         self._room = self._paused = 0
         self._needs_all = False
+        self._count = 0
+        self._takers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._print = 0  # of all values after one of the last publications, until ranks have compared theirs
 
     def look(self, *, written: bool = False) -> None:
         """Notes what others than updates have written; who counts updates as writes calls it before, then `accept`.
@@ -75,6 +90,7 @@ class ChangedSpan:
         """
         bits = [] if take is None else [take(shard.piece) for shard in self._shards]
         needs_all, self._needs_all = self._needs_all or take is None, False
+        self._takers.add(getattr(take, "__self__", self))
         if self._paused:
             self._paused -= 1
             return send(self._memory.full)
@@ -89,7 +105,7 @@ class ChangedSpan:
         """Returns memory for what all ranks send, of which this rank's part is filled in as far as there is room."""
         wire = torch.empty(self._memory.group.size, _HEAD + room, dtype=torch.uint8)
         mine = wire[self._memory.group.rank]
-        mine[:_HEAD].view(torch.int64).fill_(need)
+        mine[:_HEAD].view(torch.int64).copy_(torch.tensor([need, self._print]))
         if 0 < need <= room:
             sizes = torch.tensor([(one.places.nbytes, one.values.nbytes) for one in packed], dtype=torch.int32)
             parts = [part.view(torch.uint8) for one in packed for part in (one.counts, one.places, one.values)]
@@ -104,7 +120,7 @@ class ChangedSpan:
     ) -> None:
         """`sent`: what is under way; a second call, after a Ctrl-C, sends nothing again."""
         sent[0][1].wait()
-        needs = wire[:, :_HEAD].contiguous().view(torch.int64).view(-1).tolist()
+        needs, prints = wire[:, :_HEAD].contiguous().view(torch.int64).t().tolist()
         most, full = max(needs), self._memory.full
         if most > self._room or min(needs) == _NEEDS_ALL:
             if len(sent) == 1:
@@ -121,6 +137,22 @@ class ChangedSpan:
             self._paused, self._room = _PAUSE - 1, 0
         elif most >= 0:
             self._room = min(self._most, _rounded(most * 5 // 4 + 512))
+        self._compare(prints)
+
+    def _compare(self, prints: list[int]) -> None:
+        """Raises on all ranks where they had other values; takes the print that they compare in the next publication.
+
+        What a program writes afterwards is not in it. Where several optimizers publish the bucket, one may write while
+        it is taken: then there is none. A rank that has none (0) may know of more optimizers than others.
+        """
+        if len({*prints} - {0}) > 1:
+            others = [rank for rank, one in enumerate(prints) if one != prints[0]]
+            ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} and rank 0"
+            raise StateError(_DIFFER.format(name=self._memory.entries[0].name, each=COMPARED_EACH, ranks=ranks))
+        self._count += 1
+        is_due = (self._count + self._memory.bucket.index) % COMPARED_EACH == 0  # so that buckets take turns
+        is_known = self._count > _FIRST and len(self._takers) == 1
+        self._print = int(fingerprints([self._memory.full.data])) if is_due and is_known else 0
 
     def _unpack(self, rank: int, sent: Tensor) -> None:
         begin, pieces, full = rank * self._memory.bucket.shard_numel, self._pieces[rank], self._memory.full.data

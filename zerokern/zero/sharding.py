@@ -20,6 +20,7 @@ from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.heap import keep_freed, mmap_large_blocks
 from zerokern.memory.order import TierOrder
 from zerokern.memory.room import exceeds_half_of_memory
+from zerokern.memory.staging import EMULATED_DRIVERS
 from zerokern.memory.tier import DevicePool
 from zerokern.zero import checks, hooks
 from zerokern.zero.changed_spans import Take
@@ -95,10 +96,11 @@ class Sharding:
         found = units_of(module, units)
         checks.no_other_wrapper(module)
         device = checks.model(module, found, group, built=materialize is not None)
-        self.publishes_changes = checks.publish(publish, stage, device) == "delta"
         if shards_parameters(stage):
             checks.warn_of_large_units(found)
         params = [pair for unit in found for pair in unit.params]
+        apart = device.type != "cpu" or any(param in EMULATED_DRIVERS for _, param in params)
+        self.publishes_changes = checks.publish(publish, stage, apart=apart) == "delta"
         wrapped = {} if wrapper is None else wrapper.check(found)
         self.groups = groups(module, params, group, self.replicated)
         self.teams, ranks = self.groups.teams, self.groups.each[0]
@@ -206,7 +208,9 @@ class Sharding:
         self.entries.update({id(entry.full): entry for entry in entries if entry.full is not None})
         self._unit_modules = [weakref.ref(unit.module) for unit in units]
         in_parts = not self.replicated and not shards_parameters(self.stage)
-        self.publisher = Publisher(units, self.memories, by_gather=in_parts, by_changes=self.publishes_changes)
+        self.publisher = Publisher(
+            units, self.memories, by_gather=in_parts, by_changes=self.publishes_changes and driver is None
+        )
 
     def _broadcast_buffers(self) -> None:
         """Copies rank 0's buffers to all ranks, as bytes, whatever their dtype."""

@@ -1,0 +1,122 @@
+"""Copies to a device what updates have changed of values in host memory, where that is less than all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerokern.kernels.changed import Packed, pack_changed, unpack_changed
+from zerokern.kernels.triton.backend import launching
+from zerokern.memory.copies import Copies, Copy
+from zerokern.memory.tier import HostTier, Wanted
+
+__all__ = ["Changed", "ChangedCopies", "Send"]
+
+_SLOTS = 2  # one is filled while the other is on its way
+_MOST = 0.75  # of the bytes of all values: where changes take more, packing costs more than it saves
+_PAUSE = 8  # copies of the same values, of which the last alone is packed, where the last one was no less
+_ALL_EACH = 64  # copies of the same values: what nobody counts as written on the device lasts no longer
+_ALIGNMENT = 16
+Send = Callable[[Tensor, slice], Tensor | None]
+"""Gives up the bits of what has changed of these elements of a tensor; None: nobody knows."""
+
+
+class Changed(NamedTuple):
+    """Flat values in host memory, the bits of those that have changed, and where they belong on the device."""
+
+    bits: Tensor
+    values: Tensor
+    target: Tensor
+
+
+class _Slot:
+    """Pinned memory and as much on the device, which packed bytes pass through. `last`: the ticket behind their use."""
+
+    def __init__(self) -> None:
+        self.here = self.there = torch.empty(0, dtype=torch.uint8)
+        self.last: Copy | None = None
+
+
+class ChangedCopies:
+    """Packs what has changed of many values into one copy, and launches what writes it to where it belongs."""
+
+    def __init__(self, link: Copies, room: HostTier) -> None:
+        self._link, self._room = link, room
+        self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._paused: dict[object, int] = {}
+        self._counts: dict[object, int] = {}
+
+    def send(self, key: object, changed: Sequence[Changed], ready: Any) -> Copy | None:
+        """Copies what has changed, once `ready`; returns None, and copies nothing, where that would not be less.
+
+        `key`: says which values these are, of those that are copied in each step.
+        """
+        self._counts[key] = self._counts.get(key, len(self._counts)) + 1  # so that they take turns
+        if self._paused.get(key) or not self._counts[key] % _ALL_EACH:
+            self._paused[key] = max(self._paused.get(key, 0) - 1, 0)
+            return None
+        from zerokern.kernels.triton.changed import group_rows  # where no device is asked for, Triton may be missing
+
+        packs = [(pack_changed(one.bits, one.values), one.target) for one in changed]
+        rows = group_rows(packs)
+        sections = [[rows.view(-1)], *([getattr(one, name) for one, _ in packs] for name in ("counts", "places"))]
+        sections.append([one.values for one, _ in packs])
+        sizes = [-(-sum(one.nbytes for one in some) // _ALIGNMENT) * _ALIGNMENT for some in sections]
+        if sum(sizes) >= _MOST * sum(one.values.nbytes for one in changed):
+            self._paused[key] = _PAUSE - 1
+            return None
+        with self._link.driver.aside("up"):
+            if not len(rows):
+                return self._link.here()  # behind what is on its way already
+        slot = self._slots[0]
+        self._slots.append(self._slots.pop(0))
+        if slot.last is not None:
+            slot.last.wait()
+        if slot.here.nbytes < sum(sizes):
+            self._enlarge(slot, sum(sizes) * 5 // 4, changed[0].target.device)
+        for some, out in zip(sections, slot.here.split([*sizes, slot.here.nbytes - sum(sizes)]), strict=False):
+            torch.cat([one.view(torch.uint8) for one in some], out=out[: sum(one.nbytes for one in some)])
+        there = slot.there[: sum(sizes)]
+        slot.last = self._link.to_device([slot.here[: there.nbytes]], [there], ready=ready)
+        with self._link.driver.aside("up"):
+            self._unpack(packs, rows.shape, there.split(sizes))
+            slot.last = self._link.here()
+        return slot.last
+
+    def _enlarge(self, slot: _Slot, nbytes: int, place: torch.device) -> None:
+        slot.here = slot.there = torch.empty(0, dtype=torch.uint8)  # before others are made
+        (slot.here,) = self._room.lay_out([Wanted("changes", torch.Size([nbytes]), torch.uint8)])
+        slot.there = torch.empty(nbytes, dtype=torch.uint8, device=place)
+
+    def _unpack(self, packs: Sequence[tuple[Packed, Tensor]], shape: torch.Size, parts: Sequence[Tensor]) -> None:
+        """Launches on the current stream what writes the packed bytes of a slot to where they belong."""
+        rows, counts, places, values = parts
+        dtype, numel = packs[0][0].values.dtype, sum(one.values.numel() for one, _ in packs)
+        values = values[: numel * dtype.itemsize].view(dtype)
+        if counts.device.type == "cuda":
+            from zerokern.kernels.triton.changed import unpack
+
+            with launching(counts.device):
+                unpack(rows[: shape.numel() * 8].view(torch.int64).view(shape), counts, places, values)
+            return
+        driver: Any = self._link.driver  # one that is played
+        driver.launch(partial(_unpack_here, packs, counts, places, values))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that packed bytes pass through."""
+        return sum(slot.here.nbytes for slot in self._slots)
+
+
+def _unpack_here(packs: Sequence[tuple[Packed, Tensor]], *parts: Tensor) -> None:
+    """Does what the device's kernel does, where the device's memory is the host's."""
+    begins = [0, 0, 0]
+    for packed, target in packs:
+        lengths = [packed.counts.numel(), packed.places.numel(), packed.values.numel()]
+        found = [part[begin : begin + n] for part, begin, n in zip(parts, begins, lengths, strict=True)]
+        unpack_changed(Packed(packed.numel, *found), target)
+        begins = [begin + n for begin, n in zip(begins, lengths, strict=True)]
