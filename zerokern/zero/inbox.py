@@ -1,7 +1,7 @@
 """`Inbox`: which gradients of one bucket have arrived in a backward pass, and what `.grad` held before.
 
-Hooks after accumulation say what arrives. From its second pass on a bucket hears of one gradient alone, the one that
-came last in the pass before: then it looks in `.grad` of the others, and hears of those that are missing.
+Hooks after accumulation say what arrives. From its second pass on a bucket of many hears of one gradient alone, the one
+that came last in the pass before: then it looks in `.grad` of the others, and hears of those that are missing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from zerokern.zero.shown import ShownGradients
 
 __all__ = ["Inbox"]
 
+FEWEST_SILENCED = 32
+"""leaves of a bucket: to silence fewer, and to hear them again, takes as long as their hooks (units at stage 3 of 12)"""
 _grad_of = attrgetter("grad")
 
 
@@ -95,7 +97,7 @@ class Inbox:
         for place in self.before.keys() - {arrived} if self.lands_in_params else ():
             self.leaves[place].grad = None
         self._awaited, self.last = self.last, None
-        if task != NO_PASS and self._awaited is not None:
+        if task != NO_PASS and self._awaited is not None and len(self._hooks) >= FEWEST_SILENCED:
             self._unheard = {**self._hooks}
             self._unheard.pop(self._awaited, None)
             if arrived is not None:
