@@ -89,11 +89,11 @@ MUTANTS = (
     ),
     Mutant(
         "later_chunks_weigh_as_the_first",
-        "zerokern/interop/delta.py",
+        "zerokern/kernels/changed.py",
         "(first + place * _CHUNK) * one + weighted",
         "first * one + weighted",
         "Elements that were exchanged between chunks of 64 Ki leave the checksum as it was.",
-        ("tests/interop/test_deltas.py",),
+        ("tests/kernels/test_changed.py",),
     ),
     Mutant(
         "changes_of_all_ranks_go_to_the_first_span",

@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "unit_that_comes_again_is_reduced_first",
         "zerokern/zero/runner.py",
-        "coming = [] if left else self.backward.coming()",
+        "coming = [] if left or self._collected.issuperset(used) else self.backward.coming()",
         "coming: list[int] = []",
         "A unit that has turns to come in this pass is reduced after its first, and what comes then is late.",
         ("tests/zero/test_random_programs.py", "tests/zero/test_traffic.py", "tests/zero/test_modules.py"),
