@@ -24,7 +24,7 @@ from zerokern.zero.shown import ShownGradients
 __all__ = ["Inbox"]
 
 FEWEST_SILENCED = 32
-"""leaves of a bucket: to silence fewer, and to hear them again, takes as long as their hooks (12 in a unit of stage 3)"""
+"""leaves of a bucket; to silence fewer and hear them again takes as long as their hooks (units of 12 at stage 3)"""
 _grad_of = attrgetter("grad")
 
 
