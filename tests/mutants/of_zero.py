@@ -433,8 +433,8 @@ MUTANTS = (
     Mutant(
         "hooks_keep_their_leaves",
         "zerokern/zero/shard.py",
-        "        bucket.inbox.hears(place, hooks.keep_user_hooks(leaf, self.after_reduction, note))",
-        "        note.leaf = leaf\n        bucket.inbox.hears(place, hooks.keep_user_hooks(leaf, self.after_reduction, note))",
+        "        bucket.inbox.hears(place, hooks",
+        "        note.leaf = leaf\n        bucket.inbox.hears(place, hooks",
         "A model whose backward has run is never freed.",
         ("tests/zero/test_modules.py::test_a_model_that_nobody_holds_is_freed",),
     ),
