@@ -59,9 +59,7 @@ class UnitRunner:
         self._nbytes = [unit.nbytes for unit in units]
         sharded = [(unit, memory) for unit in units for memory in unit.sharded]
         self._moves = bool(sharded)  # on one rank parameters stay where they are
-        self._may_be_captured = self._moves and group.device.type == "cuda"
         self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
-        self._copied = [unit for unit in units if any(memory.host is not None for memory in unit.sharded)]
         self._of_param = {id(entry.param): (unit, entry) for unit in units for entry in unit.entries}
         here = weakref.ref(self)
         self.saved = SavedTensors(
@@ -104,11 +102,11 @@ class UnitRunner:
             self.forward.begin()
 
     def _is_captured(self) -> bool:
-        return self._may_be_captured and capturing(self.group.device)
+        return self._moves and self.group.device.type == "cuda" and capturing(self.group.device)
 
     def _refuse_part_in_graph(self, unit: Unit, *, outside: bool = False) -> None:
         """Refuses what a graph would read or leave behind; what is whole otherwise is gathered once more."""
-        captured = self._may_be_captured and self._is_captured()
+        captured = self._moves and self._is_captured()
         if captured is self._in_graph:
             return
         if in_backward() or (captured and not outside):
@@ -122,7 +120,7 @@ class UnitRunner:
         for unit in self._active_units():
             unit.outside, unit.computing = False, 0
             unit.reshard()
-        for unit in self._copied:
+        for unit in self.units:
             unit.wait_for_copies()
 
     def keep_unsharded(self, keeps: bool) -> None:

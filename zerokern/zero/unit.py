@@ -72,8 +72,6 @@ class Unit:
         self.entries = [entry for memory in memories for entry in memory.entries]
         self.registrations = Registrations(spec.module, self.entries, places)
         self.sharded = [memory for memory in memories if memory.sharded]
-        self._resting = [memory for memory in self.sharded if memory.rest is not None]
-        self._from_disk = any(memory.disk_copier is not None for memory in self.sharded)
         # what the runner notes: forwards that are running, those whose backward has not begun (also those whose outputs
         # are gone, for ranks drop theirs at different times), the pass in which one last did, and whether others use
         # the parameters, outside of the unit's modules, in this pass
@@ -182,7 +180,7 @@ class Unit:
         if self.computing:
             raise StateError(f"reshard() of {self.called}, which is {self.state.name}, within its forward")
         self._in_place.clear()
-        if self._from_disk:  # nobody needs to hear of a failure any more
+        if any(memory.disk_copier is not None for memory in self.sharded):  # nobody needs to hear of a failure any more
             handles, self._handles = self._handles, []
             for handle in handles:
                 with contextlib.suppress(IoError):
@@ -231,8 +229,8 @@ class Unit:
             while self._in_place:
                 self._wait_for_shard(self._in_place[-1])
                 self._in_place.pop()
-        for memory in self._resting:
-            if memory.shard is not memory.own:
+        for memory in self.sharded:
+            if memory.rest is not None and memory.shard is not memory.own:
                 memory.let_go()
         mark_gathered(self._written.tensors)
 
