@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradient_that_is_none_counts_as_written",
-        "zerokern/zero/inbox.py",
+        "zerokern/zero/gradients.py",
         "grad = self.leaves[place].grad if self.lands_in_params else None\n        return isinstance",
         "grad = self.leaves[place].grad\n        return grad is None or isinstance",
         "Where a backward function gives None, what the buffer held before is reduced as the gradient.",
@@ -110,27 +110,11 @@ MUTANTS = (
     ),
     Mutant(
         "all_that_arrived_counts_as_collected",
-        "zerokern/zero/inbox.py",
+        "zerokern/zero/gradients.py",
         "stored.update(grads)",
         "stored.update(places)",
         "A parameter whose hook is called and that has no gradient is not zeroed.",
         ("tests/zero/test_parameters.py::test_a_gradient_that_is_none_is_not_what_the_buffer_held",),
-    ),
-    Mutant(
-        "bucket_sent_with_the_gradient_that_came_last_before",
-        "zerokern/zero/inbox.py",
-        "if self._flattening.are_there():",
-        "if True:",
-        "In another order of gradients a bucket is sent before all are there, and reduced once more for the rest.",
-        ("tests/zero/test_inbox.py",),
-    ),
-    Mutant(
-        "frozen_while_nobody_hears_of_it",
-        "zerokern/zero/inbox.py",
-        "self.hear()\n        self.task = NO_PASS",
-        "self.task = NO_PASS",
-        "A gradient that comes for a parameter frozen within the pass is shown.",
-        ("tests/zero/test_inbox.py",),
     ),
     Mutant(
         "hidden_leaf_stays_as_frozen_as_it_was",
@@ -368,7 +352,7 @@ MUTANTS = (
     ),
     Mutant(
         "unnoted_gradient_of_a_broken_pass_stays",
-        "zerokern/zero/inbox.py",
+        "zerokern/zero/gradients.py",
         "                for leaf in self.leaves:\n                    leaf.grad = None",
         "                for place in self.arrived:\n                    self.leaves[place].grad = None",
         "A gradient that was in a leaf, and not noted, when Ctrl-C came is added to the next.",
@@ -433,8 +417,8 @@ MUTANTS = (
     Mutant(
         "hooks_keep_their_leaves",
         "zerokern/zero/shard.py",
-        "        bucket.inbox.hears(place, hooks",
-        "        note.leaf = leaf\n        bucket.inbox.hears(place, hooks",
+        "        hooks.keep_user_hooks(leaf, self.after_reduction, note)",
+        "        note.leaf = leaf\n        hooks.keep_user_hooks(leaf, self.after_reduction, note)",
         "A model whose backward has run is never freed.",
         ("tests/zero/test_modules.py::test_a_model_that_nobody_holds_is_freed",),
     ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Slot", "cast_floats", "fill_slots", "graph_tensors", "mapped", "take_tensors"]
+__all__ = ["Slot", "cast_floats", "fill_slots", "mapped", "take_tensors"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,28 +92,3 @@ def fill_slots(value: Any, tensors: Sequence[Tensor]) -> Any:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Returns the same containers with every floating-point tensor in them in `dtype`."""
     return mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def graph_tensors(value: Any, first: int = 0) -> Iterator[Tensor]:
-    """The tensors in a forward's result that a gradient can come through, and that no node before `first` made.
-
-    >>> x = torch.ones(1, requires_grad=True)
-    >>> y, z = 2 * x, 3 * x
-    >>> first = z.grad_fn._sequence_nr()
-    >>> len(list(graph_tensors({"a": [x, y], "b": (torch.ones(1), z, "text")})))
-    2
-    >>> [one is z for one in graph_tensors([y, z], first)]
-    [True]
-    """
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None and value.grad_fn._sequence_nr() >= first:
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from graph_tensors(item, first)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from graph_tensors(item, first)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for one in dataclasses.fields(value):
-            yield from graph_tensors(getattr(value, one.name, None), first)

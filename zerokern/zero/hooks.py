@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -23,13 +23,12 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from zerokern.core.errors import StateError
-from zerokern.zero.containers import graph_tensors
 
 __all__ = [
     "NO_PASS",
     "AroundCheckpoint",
     "Arrivals",
-    "LeafHooks",
+    "UserHooks",
     "accumulates_here",
     "accumulator",
     "after_loading",
@@ -37,9 +36,8 @@ __all__ = [
     "around_forward",
     "at_end_of_backward",
     "before_accumulation",
-    "before_parts",
     "current_pass",
-    "hear",
+    "graph_tensors",
     "hooks_after_accumulation",
     "import_compiler",
     "in_backward",
@@ -59,7 +57,6 @@ __all__ = [
     "refuse_gradients",
     "remove_saved_hooks",
     "share_hooks",
-    "silence",
     "top_saved_hooks",
     "untraced",
     "weakly",
@@ -81,7 +78,6 @@ After = Callable[[Any], Any]
 
 
 NO_PASS = -2  # the number of none
-_note_of = attrgetter("note")
 
 
 class Arrivals:
@@ -106,13 +102,13 @@ def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, .
     return node
 
 
-class LeafHooks(dict):
+class UserHooks(OrderedDict):
     """What torch keeps of hooks that run after accumulation: it calls `note`, and those of users are kept apart.
 
     torch registers and removes them here, by handle, and sees none of them; `kept` has them.
 
     >>> leaf, kept = nn.Parameter(torch.ones(1)), {}
-    >>> found = keep_user_hooks(leaf, kept, note=lambda param: None)
+    >>> keep_user_hooks(leaf, kept, note=lambda param: None)
     >>> handle = leaf.register_post_accumulate_grad_hook(print)
     >>> leaf.sum().backward(); len(kept)
     1
@@ -121,7 +117,6 @@ class LeafHooks(dict):
     """
 
     kept: dict[int, Callable[[Tensor], None]]
-    note: Callable[[Tensor], None]
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         self.kept[key] = hook
@@ -135,26 +130,14 @@ class LeafHooks(dict):
 
 def keep_user_hooks(
     leaf: Tensor, kept: dict[int, Callable[[Tensor], None]], note: Callable[[Tensor], None] | None = None
-) -> LeafHooks:
+) -> None:
     """From now on hooks that run after accumulation into the leaf are kept by handle, and `note` runs instead."""
-    found = LeafHooks()
+    found = UserHooks()
     found.kept = kept
     if note is not None:
-        found.note = note
-        hear([found])
+        OrderedDict.__setitem__(found, "zerokern", note)
     with torch._C.DisableTorchFunctionSubclass():
         leaf._post_accumulate_grad_hooks = found
-    return found
-
-
-def silence(some: Iterable[LeafHooks]) -> None:
-    """No `note` of these is called any more: what Python does for each gradient takes as long as autograd itself."""
-    deque(map(dict.clear, some), maxlen=0)
-
-
-def hear(some: Collection[LeafHooks]) -> None:
-    """Each `note` of these is called again."""
-    deque(map(dict.__setitem__, some, repeat("zerokern"), map(_note_of, some)), maxlen=0)
 
 
 def on_accumulation(
@@ -339,20 +322,12 @@ class _Pass(threading.local):
 
 
 _pass = _Pass()
-_hearing: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def before_parts(told: Any) -> None:
-    """Calls `told.hear_all()` before parts of a pass begin, whose gradients are heard of one by one."""
-    _hearing.add(told)
 
 
 @contextmanager
 def within_pass() -> Iterator[None]:
     """Passes that are begun within, by functions of the graph, are parts of the one that is running."""
     before, _pass.number = _pass.number, current_pass()
-    for one in tuple(_hearing):
-        one.hear_all()
     try:
         yield
     finally:
@@ -561,6 +536,30 @@ def around_forward(module: nn.Module, call: Callable[[Callable[..., Any], Args, 
 def next_node() -> int:
     """The number that the next node of this thread's graph will have."""
     return torch._C._autograd._get_sequence_nr()
+
+
+def graph_tensors(value: Any, first: int = 0) -> Iterator[Tensor]:
+    """The tensors in a forward's result that a gradient can come through, and that no node before `first` made.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> y, first, z = 2 * x, next_node(), 3 * x
+    >>> len(list(graph_tensors({"a": [x, y], "b": (torch.ones(1), z, "text")})))
+    2
+    >>> [one is z for one in graph_tensors([y, z], first)]
+    [True]
+    """
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None and value.grad_fn._sequence_nr() >= first:
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from graph_tensors(item, first)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from graph_tensors(item, first)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            yield from graph_tensors(getattr(value, one.name, None), first)
 
 
 def made_anew(module: nn.Module) -> list[str]:

@@ -63,14 +63,20 @@ class Flattening:
         self._reader: GradientReader | None = None
         self._grad_dtype = dtype
 
-    def are_there(self) -> bool:
-        """Whether all leaves have gradients that `of_all` would copy."""
-        return self._addresses() is not None
-
     def of_all(self, buffer: Tensor) -> bool:
         """Copies the gradients of the leaves, which one native call looks at; returns False where they are not dense
         ones of one dtype, and has copied nothing."""
-        addresses, leaves = self._addresses(), self.leaves
+        leaves = self.leaves
+        if not leaves or self._dtype not in _NATIVE:
+            return False
+        if self._reader is None:
+            dtypes, grads = list(map(_dtype_of, leaves)), [leaf.grad for leaf in leaves]
+            found = {grad.dtype for grad in grads if grad is not None}
+            if len(found) != 1 or not _NATIVE.issuperset({*found, *dtypes}):
+                return False
+            self._grad_dtype, numels = found.pop(), [self._numels[place] for place in self._places]
+            self._reader = GradientReader(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
+        addresses = self._reader.read()
         if addresses is None:
             return False
         if buffer.is_cpu:
@@ -78,20 +84,6 @@ class Flattening:
         else:
             self._launch(self._places, [leaf.grad for leaf in leaves], buffer, self._grad_dtype)  # type: ignore[misc]
         return True
-
-    def _addresses(self) -> array[int] | None:
-        """Returns where the gradients of the leaves are, if all have dense ones of one dtype."""
-        leaves = self.leaves
-        if not leaves or self._dtype not in _NATIVE:
-            return None
-        if self._reader is None:
-            dtypes, grads = list(map(_dtype_of, leaves)), [leaf.grad for leaf in leaves]
-            found = {grad.dtype for grad in grads if grad is not None}
-            if len(found) != 1 or not _NATIVE.issuperset({*found, *dtypes}):
-                return None
-            self._grad_dtype, numels = found.pop(), [self._numels[place] for place in self._places]
-            self._reader = GradientReader(leaves, None, numels, dtypes, [self._grad_dtype] * len(leaves))
-        return self._reader.read()
 
     def run(self, grads: Mapping[int, Tensor], buffer: Tensor, *, add: bool = False) -> None:
         """Copies these gradients, by the places of their parameters, or adds them."""

@@ -89,7 +89,6 @@ class Reduction:
         self._learns_order = (parts[0].hearing if len(parts) == 1 else parts[0].everyone).size > 1
         for bucket in buckets:
             bucket.shown.receive = partial(hooks.weakly(self.received), bucket.number)
-        hooks.before_parts(self)
         # called as a pass begins, for gradients are coming: once, or for as long as they return True
         self.expecting: list[Callable[[], object]] = []
 
@@ -112,21 +111,13 @@ class Reduction:
         """Called for a gradient in `.grad` that the inbox does not note by itself: the first, the last, a large one."""
         bucket = self.buckets[number]
         self.joins_backward(bucket, place)
-        bucket.inbox.hear_rest(place)
         soon = self._may_be_launched(bucket)  # else a buffer would be taken for the rest of the pass
         at_once = (soon and not bucket.inbox.waits[place]) or hooks.is_within_pass()
         if at_once:
             self._open(bucket)
         bucket.take_arrived(place, at_once=at_once)
-        if bucket.inbox.is_full:
-            bucket.inbox.last = place
-            if soon:
-                self._complete(bucket)
-
-    def hear_all(self) -> None:
-        """Hears of each gradient again that is yet to come in this pass."""
-        for bucket in self.buckets:
-            bucket.inbox.hear()
+        if bucket.inbox.is_full and soon:
+            self._complete(bucket)
 
     def take_from_other_leaf(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
         """Takes a gradient of another leaf than the one modules compute with; autograd accumulates nothing."""
@@ -146,7 +137,7 @@ class Reduction:
         """Notes that no gradient will arrive at this place in this pass."""
         self.joins_backward()
         bucket.inbox.absent.add(place)
-        bucket.inbox.look_at_each()  # fewer complete it than are expected
+        bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
         if bucket.inbox.is_full and self._may_be_launched(bucket):
             self._complete(bucket)
 

@@ -21,7 +21,7 @@ from zerokern.core.errors import StateError
 from zerokern.kernels.triton.backend import capturing
 from zerokern.schedule.passes import Prefetch, UnitOrder, moves_before
 from zerokern.zero import hooks
-from zerokern.zero.containers import graph_tensors, mapped
+from zerokern.zero.containers import mapped
 from zerokern.zero.hooks import in_backward
 from zerokern.zero.saved_tensors import Notes, SavedTensors
 from zerokern.zero.sharded import Sharded
@@ -230,7 +230,7 @@ class UnitRunner:
         if unit.computing or in_backward():
             return
         unit.registrations.register_sharded()
-        outputs = list(graph_tensors(result, first)) if torch.is_grad_enabled() else []
+        outputs = list(hooks.graph_tensors(result, first)) if torch.is_grad_enabled() else []
         recorded, forward = bool(outputs), _Forward()
         if recorded:
             unit.pending.add(forward)

@@ -307,7 +307,7 @@ class Shard:
         arrived = hooks.weakly(self.sharding.reduction.gradient_arrived, hooks.refuse_gradients)
         waits, arrivals = bucket.inbox.waits[place], bucket.inbox.arrivals
         note = hooks.on_accumulation(arrivals, place, partial(arrived, number, place), waits=waits)
-        bucket.inbox.hears(place, hooks.keep_user_hooks(leaf, self.after_reduction, note))
+        hooks.keep_user_hooks(leaf, self.after_reduction, note)
 
     def take_from_other_leaf(self, leaf: Tensor) -> object:
         """Gradients of another leaf go to the sharding's reduction while the result, or a graph, is held."""
@@ -320,7 +320,7 @@ class Shard:
     def is_frozen_or_thawed(self) -> None:
         """Makes later gradients of a running pass be checked: the parameter was frozen or thawed."""
         if self.gradients is not None:
-            self.gradients.inbox.look_at_each()
+            self.gradients.inbox.task = hooks.NO_PASS
 
     def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
         if grads[0] is not None:
