@@ -119,6 +119,9 @@ def test_norms_of_any_size(scale: float) -> None:
 
 
 def test_what_is_not_finite_stays_so() -> None:
+    zeros = torch.zeros(4, 20)
+    iterate_(zeros, sums_of(zeros), [COEFFICIENTS], 1, 0.0, form="gram")  # without eps: 0 / 0, as in the standard form
+    assert zeros.isnan().all()
     assert both(torch.full((4, 20), torch.nan), [COEFFICIENTS])[1].isnan().all()
 
 

@@ -26,6 +26,7 @@ import zerokern as zk
 from zerokern.optim import batches
 from zerokern.optim.rounds import Round
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
+from zerokern.planner.matrices import MatrixShape
 from zerokern.schedule import Machine
 from zerokern.zero.partition import work_of
 from zerokern.zero.shard import shard_of
@@ -284,6 +285,16 @@ class TestPlanned:
         assert plan.muon.flops == counter.get_total_flops() < standard.muon.flops
         room = workspace_numel(torch.empty(260, 1100), "gram")
         assert plan.muon.workspace == 4 * (260 * 1100 + room) + 8 * 5 < standard.muon.workspace
+
+    def test_the_rank_with_most_to_do_may_have_none_by_the_gram_form(self) -> None:
+        """Each of two ranks has one matrix at stages 2 and 3; the square one takes longer in any form."""
+        model = nn.Sequential(nn.Linear(4096, 512, bias=False), nn.Linear(1448, 1448, bias=False))
+        asked = {"optimizer": "muon", "world": 2, "ns_form": "gram", "device": "cpu", "whole": ["0.weight", "1.weight"]}
+        for stage in (2, 3):
+            found = zk.plan(model, stage=stage, **asked).muon
+            assert found is not None
+            assert found.rank_flops == 2 * 5 * MatrixShape(1448, 1448).work < found.flops
+            assert found.imbalance == pytest.approx(2 * found.rank_flops / found.flops - 1)
 
     @pytest.mark.parametrize("world, padding, uneven", [(8, 0, 0), (64, 0.0769, 0.0568), (256, 1.1538, 1.1135)])
     def test_ranks_share_what_they_can(self, world: int, padding: float, uneven: float) -> None:

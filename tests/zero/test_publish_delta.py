@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import pytest
@@ -42,6 +43,39 @@ class WrittenInOverlap(WrittenByOneUncounted):
     given: ClassVar[dict[str, Any]] = {"lr": 1e-6, "schedule": "overlap"}
 
 
+class Replaced(WrittenByOneUncounted):
+    """The program holds on to an optimizer that it has replaced."""
+
+    def make(self) -> list[Any]:
+        (self.last,) = super().make()
+        super().loss(0).backward()
+        self.last.step()
+        self.model.zero_grad()
+        (now,) = super().make()
+        now.load_state_dict(self.last.state_dict())
+        return [now]
+
+
+@ranked
+def loaded_and_goes_on(world: World) -> list[Tensor]:
+    program = WrittenByOneUncounted(world, "delta")
+    program.step(0)
+    model = {name: value.clone() for name, value in program.model.state_dict().items()}
+    state = copy.deepcopy(program.optimizers[0].state_dict())
+    refusal(lambda: [program.step(step) for step in range(1, STEPS)], zk.StateError)
+    program.model.load_state_dict(model)
+    program.optimizers[0].load_state_dict(state)
+    for step in range(STEPS, 2 * STEPS):
+        program.step(step)
+    return [param.detach().clone() for param in program.model.parameters()]
+
+
+def test_after_a_load_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changed_spans, "COMPARED_EACH", 2)
+    one, other = on_threads(2, loaded_and_goes_on, timeout=60)
+    assert same_bits(one, other)
+
+
 @ranked
 def heard(world: World, kind: type[Program]) -> str:
     program = kind(world, "delta")
@@ -52,7 +86,7 @@ def heard(world: World, kind: type[Program]) -> str:
 
 
 @each("size", [2, 3])
-@each("kind", [WrittenByOneUncounted, WrittenInOverlap])
+@each("kind", [WrittenByOneUncounted, WrittenInOverlap, Replaced])
 def test_a_write_that_nobody_counts_is_heard_of_on_all_ranks(
     kind: type[Program], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, suppress
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ _FAILED = (
 _Work = Callable[[], None]
 _EXACT: dict[Hashable, bool] = {}  # of this process: whether a graph of work of this kind had its bits
 _CAPTURING = Lock()  # all captures of this process are made on one stream
+# Before, torch's generators knew one capture of all threads: random numbers that the program draws during one of a
+# worker's would be refused.
+_KNOWS_CAPTURES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _BROKEN: list[Any] = []  # after a failed capture torch's allocator may still ask the graph which memory is its
 
 
@@ -60,6 +63,8 @@ class Captured:
         True
         """
         if x.device.type != "cuda" or capturing(self._device):
+            return work
+        if not _KNOWS_CAPTURES and current_thread() is not main_thread():
             return work
         addresses = x.data_ptr(), sums.data_ptr()
         if addresses != self._addresses:
@@ -95,7 +100,9 @@ class Captured:
         """Captures the work on a stream beside the current one: the default stream cannot be captured.
 
         cuBLAS keeps memory for each stream, which torch gives to it. So that what the graph writes there is nobody
-        else's, it is dropped before and after: within, it is made anew, in the graph's own memory.
+        else's, it is dropped before and after, as torch.compile's graphs do. Within, it is made anew, in memory of the
+        graph. torch drops that of all streams: a graph of the program has its own only if it was captured on a stream
+        without earlier products.
         """
         if (backend := torch.cuda.get_allocator_backend()) != "native":
             raise RuntimeError(f"torch's allocator is {backend}, which has no memory of a graph's own")

@@ -113,7 +113,7 @@ def iterate_gram_(
     panel = room[4 * small * small :]
     # by a power of two nothing is rounded; the polynomials of the first segment divide by the rest of the norm
     rest = 1.0
-    if math.isfinite(norm):
+    if norm and math.isfinite(norm):  # of zeros, without eps, all is NaN, as in the standard form
         mantissa, exponent = math.frexp(norm)
         norm, rest = 2.0 ** (exponent - 1), 2.0 * mantissa
     x.div_(norm)

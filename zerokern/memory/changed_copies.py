@@ -90,7 +90,8 @@ class ChangedCopies:
     def _enlarge(self, slot: _Slot, nbytes: int, place: torch.device) -> None:
         slot.here = slot.there = torch.empty(0, dtype=torch.uint8)  # before others are made
         (slot.here,) = self._room.lay_out([Wanted("changes", torch.Size([nbytes]), torch.uint8)])
-        slot.there = torch.empty(nbytes, dtype=torch.uint8, device=place)
+        with self._link.driver.aside("up"):  # where it is used: memory of another stream may be in use there yet
+            slot.there = torch.empty(nbytes, dtype=torch.uint8, device=place)
 
     def _unpack(self, packs: Sequence[tuple[Packed, Tensor]], shape: torch.Size, parts: Sequence[Tensor]) -> None:
         """Launches on the current stream what writes the packed bytes of a slot to where they belong."""

@@ -240,6 +240,8 @@ class Changes:
             return
         self._shards = weakref.ref(now)
         self._spans = [span for publisher in now.publishers for span in publisher.spans]
+        for span in self._spans:
+            span.note_updated(set(map(id, now.local)))
         self.sends = now.sends_changes
         if not self.wanted:
             return

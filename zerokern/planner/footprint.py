@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 from zerokern.core.errors import got
@@ -174,16 +174,20 @@ class Footprint(HeldMemory):
         subject, buckets, world, recipe = self.subject, self.buckets, self.world, self.recipe
         whole = subject.whole
         trained = [member for member in subject.members if member.trainable]
-        numel, work = sum(one.numel for one in whole), sum(one.work for one in whole)
+        numel = sum(one.numel for one in whole)
         dtype = recipe.iterates_in(self.settings.device)
         on_host = self.settings.device == "cpu" or recipe.iterates_on_host(self.settings.device)
         asked = recipe.ns_form, recipe.ns_steps, recipe.ns_coefficients
-        flops = sum(iteration_flops(one, dtype, *asked) for one in whole)
-        made = Exchange(buckets.most_work if shards_state(self.stage) else work, [0], 0)
-        if shards_parameters(self.stage):
+        weigh = partial(iteration_flops, dtype=dtype, form=asked[0], steps=asked[1], coefficients=asked[2])
+        flops = sum(map(weigh, whole))
+        if not shards_parameters(self.stage):
+            made = Exchange(buckets.most_work(weigh) if shards_state(self.stage) else flops, [0], 0)
+        else:
             one_by_one = recipe.tier == "nvme" or (recipe.tier == "cpu" and not on_host)  # beside state that moves
             turns = recipe.schedule != "sync" or recipe.param_tier == "nvme"
-            made = exchange_of(buckets.cut_matrices, world, itemsize(dtype), pairs=not one_by_one, turns=turns)
+            made = exchange_of(
+                buckets.cut_matrices, world, itemsize(dtype), pairs=not one_by_one, turns=turns, weigh=weigh
+            )
         rounds = made.nbytes if world > 1 else 0
         return Iteration(
             dtype,
@@ -192,8 +196,8 @@ class Footprint(HeldMemory):
             len(trained) - len(whole),
             sum(member.numel for member in trained) - numel,
             flops=flops,
-            rank_flops=flops * made.work // work if work else 0,
-            imbalance=made.work * world / work - 1 if shards_state(self.stage) and work else 0.0,
+            rank_flops=made.work,
+            imbalance=made.work * world / flops - 1 if shards_state(self.stage) and flops else 0.0,
             padding=buckets.whole_padding,
             workspace=workspace_nbytes(
                 whole, dtype, form=recipe.ns_form, rounds=rounds, place="cpu" if on_host else "cuda"

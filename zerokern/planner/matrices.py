@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from zerokern.zero.partition import Bucket, Member, work_of
+from zerokern.zero.partition import Bucket, work_of
 
 __all__ = [
-    "CutShape", "Exchange", "Iteration", "MatrixShape", "exchange_of", "iteration_flops", "most_loaded",
+    "CutShape", "Exchange", "Iteration", "MatrixShape", "exchange_of", "iteration_flops", "loads",
     "open_in_backward", "workspace_nbytes",
 ]  # fmt: skip
 
@@ -86,22 +87,20 @@ class Iteration:
     rank_exchanged: int = 0
 
 
-def most_loaded(members: Sequence[Member], buckets: Sequence[Bucket], world: int) -> tuple[int, int]:
-    """Returns the rank that has most elements of matrices that are not cut, and the work of the rank that has most.
+def loads(works: Sequence[int], buckets: Sequence[Bucket], world: int) -> list[int]:
+    """Returns for each rank the work of its matrices, which are not cut. `works`: by parameter, 0 of others.
 
-    >>> from zerokern.zero.partition import partition
+    >>> from zerokern.zero.partition import Member, partition
     >>> some = [Member(256, "float32", work=1), Member(512, "float32", work=2)]
-    >>> most_loaded(some, partition(some, world=2), 2)
-    (0, 2)
+    >>> loads([1, 2], partition(some, world=2), 2)
+    [2, 1]
     """
-    numels, works = [0] * world, [0] * world
+    found = [0] * world
     for bucket in buckets:
-        for place in bucket.places:
-            if members[place.param].work and bucket.trainable:
-                rank = place.offset // bucket.shard_numel
-                numels[rank] += place.numel
-                works[rank] += members[place.param].work
-    return numels.index(max(numels)), max(works)
+        for place in bucket.places if bucket.trainable else ():
+            if works[place.param]:
+                found[place.offset // bucket.shard_numel] += works[place.param]
+    return found
 
 
 class CutShape(NamedTuple):
@@ -150,10 +149,19 @@ class Exchange(NamedTuple):
     nbytes: int
 
 
-def exchange_of(matrices: Sequence[CutShape], world: int, itemsize: int, *, pairs: bool, turns: bool) -> Exchange:
+def exchange_of(
+    matrices: Sequence[CutShape],
+    world: int,
+    itemsize: int,
+    *,
+    pairs: bool,
+    turns: bool,
+    weigh: Callable[[MatrixShape], int] = attrgetter("work"),
+) -> Exchange:
     """Returns what rounds of as many matrices as there are ranks ask for, those with most work first.
 
     `pairs`: two rounds at a time are in memory, of which one is on its way. `turns`: buckets are updated one by one.
+    `weigh`: what counts as work of a matrix.
 
     >>> some = [CutShape(MatrixShape(4, 8), "a", "float32", n, 0, begin=16, each=32) for n in range(4)]  # 16 and 16
     >>> exchange_of(some, 2, 4, pairs=True, turns=False)._replace(work=0)  # of 48 elements each
@@ -167,7 +175,7 @@ def exchange_of(matrices: Sequence[CutShape], world: int, itemsize: int, *, pair
         room = [[0, 0] for _ in range(world)]  # of every second round, and of the others
         for number, begin in enumerate(range(0, len(some), world)):
             of_round = some[begin : begin + world]
-            work += of_round[0].shape.work
+            work += max(weigh(one.shape) for one in of_round)
             numels = [one.shape.numel for one in of_round] + [0] * (world - len(of_round))
             for owner, one in enumerate(of_round):
                 for rank, part in one.parts.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zerokern.core.errors import got
 from zerokern.core.units import BLOCK, SMALL_GRADIENT, itemsize
 from zerokern.planner.amounts import count, parse_numel
-from zerokern.planner.matrices import CutShape, MatrixShape, most_loaded, open_in_backward
+from zerokern.planner.matrices import CutShape, MatrixShape, loads, open_in_backward
 from zerokern.planner.recipe import Recipe
 from zerokern.planner.transformer import Transformer
 from zerokern.schedule.passes import ROOT
@@ -141,9 +141,6 @@ class Buckets:
     """where these are some of a model's, the last unit of that; negative: theirs"""
     rank: int = 0
     """whose own elements are counted: that which has most"""
-    most_work: int = 0
-    """of matrices that are updated whole, on the rank that has most of it; where ranks have parts of them, as if they
-    had not"""
 
     @property
     def in_units(self) -> bool:
@@ -154,6 +151,11 @@ class Buckets:
     def whole_padding(self) -> int:
         """Elements of padding in the buckets of matrices that are updated whole."""
         return sum(bucket.padding for bucket in self.cut if bucket.whole)
+
+    def most_work(self, weigh: Callable[[MatrixShape], int]) -> int:
+        """Returns the work of whole matrices on the rank that has most of it, where none is cut."""
+        works = [0 if shape is None else weigh(shape) for shape in self.model.matrices]
+        return max(loads(works, self.cut, self.world)) if works else 0
 
     def enclose(self, bucket: BucketSize) -> bool:
         """Returns whether a bucket belongs to no unit, in a model that has units: all of them need it."""
@@ -397,14 +399,14 @@ class ModelSpec:
             size = BucketSize.bare(self.bare_numel, self.dtype, world, bucket_bytes, is_sharded=is_sharded)
             return Buckets(self, stage, world, (), (size,))
         cut = self._partition(in_units, whole, world, bucket_bytes)
-        works, rank, most = list[int](), 0, 0
+        works, rank = list[int](), 0
         if self.matrices:
             works = [member.work for member in self.members]
-            uncut = cut if whole else self._partition(False, True, world, bucket_bytes)
-            fullest, most = most_loaded(self.members, uncut, world)
-            rank = fullest if whole else 0
+            if whole:
+                numels = loads([member.numel if member.work else 0 for member in self.members], cut, world)
+                rank = numels.index(max(numels))
         sizes = tuple(BucketSize.of(bucket, rank if is_sharded else None, works) for bucket in cut)
-        return Buckets(self, stage, world, cut, sizes, rank=rank, most_work=most)
+        return Buckets(self, stage, world, cut, sizes, rank=rank)
 
     def _partition(self, in_units: bool, whole: bool, world: int, bucket_bytes: int) -> list[Bucket]:
         """Cuts the members into buckets. `whole`: matrices that are updated whole are not cut."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ _NEEDS_ALL = -1
 _MOST = 0.75  # of the bytes of a span: where changes take more, packing costs more than it saves
 _PAUSE = 8  # publications, of which the last alone asks how many bytes there are, where the last ones took more
 COMPARED_EACH = 128  # publications of a bucket: a print takes a third longer than to unpack what others have changed
-_FIRST = 4  # publications, in which all optimizers are heard of that publish the bucket
 _DIFFER = (
     "ranks have other values of parameters from {name!r} on since one of the last {each} updates: {ranks} differ. With "
     "publish='delta' a write that no version counts (`.data`, NumPy, a pointer) reaches no other rank. Call "
@@ -54,13 +52,14 @@ class ChangedSpan:
         self._pieces = [bucket.pieces(rank) for rank in range(group.size)]
         of = {place.param: shard for place, shard in zip(bucket.places, shards, strict=True)}
         self._shards = [of[piece.param] for piece in self._pieces[group.rank]]
+        self._pairs = [(entry.param, shard) for entry, shard in zip(memory.entries, shards, strict=True)]
         self._watch = Watch((entry.param for entry in memory.entries), memory=False)
         self._watch_pieces = Watch((shard.piece for shard in self._shards), memory=False)
         self._most = int(_MOST * bucket.shard_numel * memory.dtype.itemsize)
         self._room = self._paused = 0
         self._needs_all = False
         self._count = 0
-        self._takers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._is_of_one = False  # whether one optimizer updates all that is trained of it
         self._print = 0  # of all values after one of the last publications, until ranks have compared theirs
 
     def look(self, *, written: bool = False) -> None:
@@ -69,6 +68,13 @@ class ChangedSpan:
         All spans are sent whole then: the program may have written here alone.
         """
         self._needs_all = bool(self._watch.written(accept=True)) or written or self._needs_all
+
+    def note_updated(self, pieces: AbstractSet[int]) -> None:
+        """Notes what an optimizer updates: pieces, by their ids.
+
+        Where several update the bucket, ranks compare nothing: one may write while another's print is taken.
+        """
+        self._is_of_one = all(id(shard.piece) in pieces for param, shard in self._pairs if param.requires_grad)
 
     def look_at_pieces(self) -> None:
         """Notes what others than updates have written to pieces, before an update counts as such a write."""
@@ -90,7 +96,8 @@ class ChangedSpan:
         """
         bits = [] if take is None else [take(shard.piece) for shard in self._shards]
         needs_all, self._needs_all = self._needs_all or take is None, False
-        self._takers.add(getattr(take, "__self__", self))
+        if needs_all or self._paused:
+            self._print = 0  # of values that are replaced: what differed does so no more
         if self._paused:
             self._paused -= 1
             return send(self._memory.full)
@@ -142,17 +149,19 @@ class ChangedSpan:
     def _compare(self, prints: list[int]) -> None:
         """Raises on all ranks where they had other values; takes the print that they compare in the next publication.
 
-        What a program writes afterwards is not in it. Where several optimizers publish the bucket, one may write while
-        it is taken: then there is none. A rank that has none (0) may know of more optimizers than others.
+        What a program writes afterwards is not in it. 0: a rank has none.
         """
-        if len({*prints} - {0}) > 1:
-            others = [rank for rank, one in enumerate(prints) if one != prints[0]]
-            ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} and rank 0"
+        self._print = 0  # also where they differ: what is loaded then is compared anew
+        of_ranks = {rank: one for rank, one in enumerate(prints) if one}
+        if len({*of_ranks.values()}) > 1:
+            first, *others = of_ranks
+            others = [rank for rank in others if of_ranks[rank] != of_ranks[first]]
+            ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} and rank {first}"
             raise StateError(_DIFFER.format(name=self._memory.entries[0].name, each=COMPARED_EACH, ranks=ranks))
         self._count += 1
         is_due = (self._count + self._memory.bucket.index) % COMPARED_EACH == 0  # so that buckets take turns
-        is_known = self._count > _FIRST and len(self._takers) == 1
-        self._print = int(fingerprints([self._memory.full.data])) if is_due and is_known else 0
+        if is_due and self._is_of_one:
+            self._print = int(fingerprints([self._memory.full.data]))
 
     def _unpack(self, rank: int, sent: Tensor) -> None:
         begin, pieces, full = rank * self._memory.bucket.shard_numel, self._pieces[rank], self._memory.full.data
