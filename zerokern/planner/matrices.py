@@ -197,7 +197,7 @@ def open_in_backward(buckets: Sequence[Bucket], nbytes: Sequence[int], together:
     `together`: buckets that take a buffer once all of their gradients have arrived. `hosts`: they are reduced in host
     memory, where only one reduction is under way.
 
-    >>> from zerokern.zero.partition import partition
+    >>> from zerokern.zero.partition import Member, partition
     >>> each = partition([Member(256, "float32", work=1), Member(512, "float32", work=2)] * 4, world=2, bucket_numel=1)
     >>> open_in_backward(each, [4 * one.padded_numel for one in each], [False] * 4, hosts=True)
     8192
