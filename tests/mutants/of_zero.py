@@ -380,7 +380,7 @@ MUTANTS = (
         "while self._running:  # torch",
         "while False:  # torch",
         "After Ctrl-C in a forward the saved-tensor hooks of that forward are in force for all later ones.",
-        ("tests/zero/test_failures.py::test_a_pass_that_is_interrupted_at_any_line",),
+        ("tests/zero/test_failures.py::test_the_forward_after_one_that_was_broken_off_leaves_no_hooks",),
     ),
     Mutant(
         "memory_that_is_given_out_again_is_the_old_one",

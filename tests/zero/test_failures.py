@@ -526,6 +526,16 @@ def test_the_forward_after_one_that_was_broken_off_leaves_no_hooks(monkeypatch: 
         assert hooks.top_saved_hooks() is not None
         mse(model, 0, world).backward()
         assert hooks.top_saved_hooks() is None
+        broken = list(model.modules())[-1].register_forward_pre_hook(breaks)
+        with pytest.raises(KeyboardInterrupt):
+            mse(model, 0, world)
+        assert sharding_of(model).runner._running
+        broken.remove()
+        mse(model, 0, world).backward()
+        assert not sharding_of(model).runner._running
+
+    def breaks(*_: Any) -> None:
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(hooks, "push_saved_hooks", interrupted)
     on_threads(2, passes)

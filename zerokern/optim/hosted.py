@@ -371,7 +371,8 @@ class HostCopies:
         if self.link is None:
             return None
         wanted = [(copy, slice(0, copy.values.numel())) for copy in copies] if piece is None else piece
-        moved = [(copy, elements) for copy, elements in wanted if copy.stays is None]
+        given = set(map(id, copies))  # others of the piece have no gradient in this step
+        moved = [(copy, elements) for copy, elements in wanted if copy.stays is None and id(copy) in given]
         if not moved:
             return None
         pairs = {
