@@ -9,6 +9,7 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from worlds import World, on_ranks, ranked
 
 import zerokern as zk
 from zerokern.core.errors import IoError, StateError
+from zerokern.interop.delta import Difference
 from zerokern.kernels.changed import Packed
 from zerokern.optim.changed import Changes
 
@@ -176,6 +178,34 @@ def test_one_memory_for_two_tensors_is_refused() -> None:
     assert torch.equal(one, before)
 
 
+def test_rows_that_begin_within_a_byte() -> None:
+    """Matrices of nine elements, one after the other in a parameter."""
+    torch.manual_seed(3)
+    model = nn.Linear(3, 15, bias=False, dtype=torch.bfloat16)
+    mirror, opt = copy.deepcopy(model), zk.Muon(model.parameters(), lr=1e-3, split=5)
+    follower = zk.deltas(model, opt)
+    for _ in range(3):
+        model.weight.grad = torch.randn_like(model.weight)
+        opt.step()
+    delta = follower.take()
+    assert isinstance(delta.tensors["weight"].part, Packed)
+    delta.apply_(mirror)
+    assert torch.equal(mirror.weight, model.weight)
+
+
+def test_after_a_take_that_failed_the_next_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(lr=1e-5)
+    case.step()
+    case.take()
+    case.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Difference, "__init__", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            case.follower.take()
+    case.step()  # whose bits are not all
+    assert case.take().names
+
+
 @ranked
 def apply_to_ranks_that_differ(world: World, stage: int) -> list[str]:
     case = Case()
@@ -196,6 +226,23 @@ def apply_to_ranks_that_differ(world: World, stage: int) -> list[str]:
     with zk.gathered(there):
         assert all(torch.equal(one, there.state_dict()[name]) for name, one in case.model.state_dict().items())
     return said
+
+
+@ranked
+def apply_others_on_each_rank(world: World, folder: Path) -> None:
+    torch.manual_seed(3)
+    there = world.shard(Net(torch.bfloat16), stage=3)
+    with pytest.raises(StateError, match=f"rank {1 - world.rank} has another delta than this one"):
+        zk.Delta.load(folder / str(world.rank)).apply_(there)
+
+
+def test_ranks_that_have_different_deltas_refuse_them(tmp_path: Path) -> None:
+    for rank in range(2):
+        case = Case()
+        for _ in range(1 + rank):
+            case.step()
+        case.follower.take().save(tmp_path / str(rank))
+    on_ranks(2, apply_others_on_each_rank, tmp_path)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -293,6 +340,21 @@ def test_masters_that_were_loaded_without_their_parameters(tier: str, schedule: 
         case.step()
     case.take()
     assert not case.take().names
+
+
+@pytest.mark.parametrize("asks", [0, 2])
+def test_masters_that_are_loaded_before_the_first_update(asks: int) -> None:
+    """No bits are there yet, which the load could count as changed."""
+    last, case = Case(master_format="fp32"), Case(master_format="fp32", lr=1e-6)
+    last.step()
+    state = last.opt.state_dict()
+    for one in state["state"].values():
+        one["master"].add_(1.0)
+    case.opt.load_state_dict(state)
+    for _ in range(asks):
+        case.take()
+    case.step()
+    assert "one.weight" in case.take().names
 
 
 def test_a_second_follower_gets_nothing_from_before() -> None:

@@ -128,14 +128,6 @@ MUTANTS = (
         ("tests/zero/test_publish_delta.py::test_ranks_have_the_bits_of_all",),
     ),
     Mutant(
-        "updates_count_as_writes_to_pieces",
-        "zerokern/zero/publishing.py",
-        "            span.accept()\n            span.accept_pieces()",
-        "            span.accept()",
-        "Every publication is a whole one.",
-        ("tests/zero/test_publish_delta.py::test_bytes_of_fine_tuning",),
-    ),
-    Mutant(
         "loaded_values_go_up_as_changes",
         "zerokern/optim/hosted.py",
         "            if some is not None and copy.same\n",

@@ -155,7 +155,6 @@ class Publisher:
             torch.autograd.graph.increment_version([self._read[place] for place in updated])
         for span in self._spans.values():
             span.accept()
-            span.accept_pieces()
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None, take: Take | None = None) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others.
