@@ -41,7 +41,8 @@ SUM_SHARED = 2048  # once per chunk, where whole and other rows meet
 # a buffer one may be idle.
 FMAS = {"adam": 7, "muon": 2}
 PAIR_FMAS = {"lion": 6, "adagrad": 10, "sgd without a buffer": 10}
-REGISTERS = {False: 128, True: 144}  # of an update, by whether its rule is one of float64; 128 leave four programs
+REGISTERS = {False: 128, True: 144}  # of an update, by whether its rule is one of float64; 128 leave four programs.
+# With bits of what changes eight more, the step in which they are given out: 146 of SGD with a second output on sm_80.
 PAIR_REGISTERS = {"lion": 144, "adagrad": 152, "sgd": 200}
 
 
@@ -383,7 +384,7 @@ def updated(made: Formats, config: Config, scarce: bool | None) -> Job:
     aligned = [*signature]
     signature["each"] = "i32"
     promises = Promises(
-        PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[made.is_exact],
+        (PAIR_REGISTERS[made.algorithm] if scarce else REGISTERS[made.is_exact]) + 8 * made.changed,
         fma={"f32": fmas} if counted else None,  # coded: sm_100 fuses two at a time, one of them idle
         exact=not coded,
         wide=widest(16, read_nbytes * made.vector, made.written_nbytes * made.vector),

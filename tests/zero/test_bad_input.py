@@ -187,6 +187,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "micro": ({"micro": 2}, {"micro": 3}),
     "replicated": ({"keep": "device"}, {"keep": "device", "replicated": Group(0, 1, torch.device("cpu"), "alone")}),
     "whole": ({"stage": 2}, {"stage": 2, "whole": ["blocks.*.up.weight"]}),
+    "publish": ({"stage": 2}, {"stage": 2, "publish": "delta"}),
 }
 
 

@@ -36,11 +36,17 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "int8": {"state_format": "int8"},
     "multiplied in bf16": {"ns_dtype": "bf16"},
-    "by the Gram matrix": {"ns_form": "gram"},  # of any size: see `trained`
+    "by the Gram matrix": {"ns_form": "gram"},  # of any size: see the fixture
     "bf16 parameters": {"dtype": torch.bfloat16},
     "bf16 parameters, bf16 average": {"dtype": torch.bfloat16, "state_format": "bf16", "ns_dtype": "bf16"},
 }
 WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def small_matrices_go_by_gram_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LEAST_SHORT", "_LEAST_ASPECT", "_LEAST_LONG", "_LEAST_NUMEL"):  # for all ranks, which are threads
+        monkeypatch.setattr(gram, name, 1)
 
 
 class Block(nn.Module):
@@ -111,8 +117,7 @@ def trained(
     whole = zk.muon_groups(model, split=SPLIT)[0] if stage in (1, 2) else None
     world.shard(model, stage=stage, whole=whole)
     opts = optimizers(model, tier=tier, schedule=schedule, **formats)
-    with mock.patch.multiple(gram, _LEAST_SHORT=1, _LEAST_ASPECT=1, _LEAST_LONG=1, _LEAST_NUMEL=1):  # small ones too
-        train(world, model, opts, range(4), dtype)
+    train(world, model, opts, range(4), dtype)
     return full(model)
 
 
