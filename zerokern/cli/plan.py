@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments, pages
 from zerokern.core.errors import ZerokernError, got
-from zerokern.core.units import BINARY
+from zerokern.core.units import BINARY, NS_FORMS
 from zerokern.pages import text_page, width_here
 from zerokern.planner.amounts import parse_numel
-from zerokern.planner.recipe import NS_FORMS
 from zerokern.planner.transformer import ATTENTIONS, PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
 

@@ -40,8 +40,7 @@ class DeviceGroup(CommonGroup):
     ) -> Handle:
         observer = self._common.observer
         operation = self._common.ledger.begin(kind, detail)
-        if observer.failure is not None:
-            observer.check(operation)
+        observer.check(operation)
         try:
             work = launch()
         except RuntimeError as error:

@@ -101,15 +101,14 @@ class Ledger:
 
     def begin(self, kind: str, detail: str, source: int | None = None) -> Operation:
         """Returns the next operation of a kind."""
-        counts = self.counts
-        counts[kind] = (count := counts.get(kind, 0)) + 1
+        count = self._next(kind)
         if kind == "publish":
             self.publisher = threading.get_ident()
         elif kind == "all_to_all":
             self.exchanger = threading.get_ident()
         else:
             self.thread = threading.get_ident()
-        about = _thread.at[1]
+        about = subject()
         operation = Operation(kind, count, f"{about}: {detail}" if about else detail, source)
         self.record.append(operation)
         return operation

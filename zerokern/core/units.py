@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple, get_args
 from zerokern.core.errors import got, nearest, one_of
 
 __all__ = [
-    "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "SMALL_GRADIENT",
-    "STATE_FORMATS", "MasterFormat", "Piece", "Publish", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "Update",
-    "in_units", "itemsize", "master_of", "meant_tier", "parse_nbytes", "refuse_bare",
+    "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "NS_FORMS", "RING_NBYTES",
+    "SMALL_GRADIENT", "STATE_FORMATS", "UPDATES", "MasterFormat", "NsForm", "Piece", "Publish", "Reduce", "Schedule",
+    "Stage", "StateFormat", "Tier", "Update", "in_units", "itemsize", "master_of", "meant_tier", "parse_nbytes",
+    "refuse_bare",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -21,12 +22,15 @@ Schedule = Literal["sync", "overlap"]  # or zk.Delayed(after=N)
 Update = Literal["host", "device"]
 StateFormat = Literal["fp32", "bf16", "int8"]
 MasterFormat = Literal["fp32", "split16", "split8", "none"]
+NsForm = Literal["standard", "gram"]  # of Muon's iteration
 Publish = Literal["all", "delta"]
 Reduce = Literal["mean", "sum"]
 
 BLOCK = 128
 """elements under one scale of an int8 state; a cut between two ranks falls on a multiple of it"""
 MASTER_FORMATS = get_args(MasterFormat)
+NS_FORMS = get_args(NsForm)
+UPDATES = get_args(Update)
 MASTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "float32": ("own", ()),
     "bfloat16": ("split16", ("split16", "fp32", "split8", "none")),

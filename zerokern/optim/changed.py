@@ -240,8 +240,9 @@ class Changes:
             return
         self._shards = weakref.ref(now)
         self._spans = [span for publisher in now.publishers for span in publisher.spans]
+        pieces = set(map(id, now.local))
         for span in self._spans:
-            span.note_updated(set(map(id, now.local)))
+            span.note_updated(pieces)
         self.sends = now.sends_changes
         if not self.wanted:
             return

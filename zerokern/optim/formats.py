@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got, one_of
-from zerokern.core.units import BLOCK, master_of
+from zerokern.core.units import BLOCK, NS_FORMS, master_of
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8, encode_int8
 from zerokern.kernels.formats import CODES as CODED
@@ -35,7 +35,6 @@ TAKES_LESS = (
 ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
 ADJUSTMENTS = (None, "original", "match_rms_adamw")  # of a learning rate to the shape of a matrix
-NS_FORMS = ("standard", "gram")  # of the iteration
 NS_DTYPES = (None, "bf16", "fp32")  # that matrices are orthogonalized in
 _OF_MUON = "ns_steps"  # in the groups of an optimizer whose momentum_buffer may be codes
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.core.errors import got
-from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier, Update
+from zerokern.core.units import MasterFormat, NsForm, Schedule, StateFormat, Tier, Update
 from zerokern.memory import TierConfig
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
@@ -110,7 +110,7 @@ class Muon(FusedOptimizer):
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         *,
         ns_dtype: Literal["bf16", "fp32"] | None = None,
-        ns_form: Literal["standard", "gram"] = "standard",
+        ns_form: NsForm = "standard",
         split: int = 1,
         maximize: bool = False,
         tier: Tier | Sequence[str | TierConfig] = "device",

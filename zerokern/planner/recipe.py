@@ -12,6 +12,7 @@ from zerokern.core.units import (
     BLOCK,
     MASTER_FORMATS,
     MASTERS,
+    NS_FORMS,
     RING_NBYTES,
     STATE_FORMATS,
     itemsize,
@@ -47,7 +48,6 @@ OPTIMIZERS = {
     "muon": PlannedOptimizer("zk.Muon (matrices) and zk.AdamW (the rest)", ("momentum_buffer",)),
     "none": PlannedOptimizer("no optimizer"),
 }
-NS_FORMS = ("standard", "gram")
 _NS_DTYPES = {None: None, "bf16": "bfloat16", "fp32": "float32"}
 _MESH_DIMS = {  # names of mesh dimensions, by what they are to a plan
     "pp": "pp",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerokern.core.errors import did_you_mean, got
+from zerokern.core.units import UPDATES
 
 from .builder import OpKey, ProgramBuilder, fetched, reduced
 from .program import Span, StepProgram
@@ -14,8 +15,6 @@ from .resting import Resting, gradients, spilled
 __all__ = [
     "Delayed", "check_schedule", "check_update", "program_of", "refuse_at_rest", "refuse_delayed", "resident",
 ]  # fmt: skip
-
-_UPDATES = ("host", "device")
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ def check_update(value: object, *, on_disk: bool, whole: bool = False) -> str:
     >>> check_update("device", on_disk=False)
     'device'
     """
-    if value not in _UPDATES:
+    if value not in UPDATES:
         do = "`zerokern bench offload --where` says which is faster on this machine"
         do += ", and `zerokern plan --update auto --hardware NAME` on another"
-        do = do if value == "auto" else did_you_mean(value, _UPDATES)
+        do = do if value == "auto" else did_you_mean(value, UPDATES)
         raise ValueError(got("update", value, "'host' or 'device'", do))
     if value == "device" and on_disk and not whole:
         do = "State streams to the device from host memory alone, tier='cpu' or ['device:8GiB', 'cpu']"

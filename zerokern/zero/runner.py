@@ -106,7 +106,7 @@ class UnitRunner:
 
     def _refuse_part_in_graph(self, unit: Unit, *, outside: bool = False) -> None:
         """Refuses what a graph would read or leave behind; what is whole otherwise is gathered once more."""
-        captured = self._moves and self._is_captured()
+        captured = self._is_captured()
         if captured is self._in_graph:
             return
         if in_backward() or (captured and not outside):
