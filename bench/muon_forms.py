@@ -1,8 +1,8 @@
 """How much faster is Muon's Gram form, and how near to float64? `python -m zerokern.bench.muon_forms --json F`
 
-Both forms iterate on the same matrix in turns, and CPU time is compared: other programs on the machine change it less
-than the time on the clock. With several threads it has the time in which one waits for another, so on a busy machine
-only one thread tells something. A row is the ratio of the two minima, and that of the distances from float64.
+Both forms iterate on the same matrix in turns. Of one thread CPU time is compared, which other programs on the machine
+change less than the time on the clock. Of several the clock: their CPU time has the time in which one waits for
+another. A row is the ratio of the two minima, and that of the distances from float64.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ SHAPES = [
 
 
 def seconds_of(x: Tensor, form: str) -> float:
-    """Returns the CPU seconds of one iteration on `x`, which it replaces."""
+    """Returns the seconds of one iteration on `x`, which it replaces."""
     sums = x.double().square_().sum().view(1)
-    began = time.process_time()
+    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = now()
     iterate_(x, sums, COEFFICIENTS, STEPS, EPS, form=form)
-    return time.process_time() - began
+    return now() - began
 
 
 def distance(made: Tensor, start: Tensor) -> float:
@@ -81,7 +82,7 @@ def compare(shape: tuple[int, int], threads: int, rounds: int) -> dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zerokern.bench.muon_forms", description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=arguments.count, nargs="+", default=[1])
+    parser.add_argument("--threads", type=arguments.count, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=arguments.count, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
