@@ -197,6 +197,9 @@ torch.backends.mkldnn.matmul.fp32_precision = "ieee"
 ways.append([way_of(place) for place in places])
 torch.backends.cuda.matmul.fp32_precision = "ieee"
 ways.append([way_of(place) for place in places])
+for split_k in True, False:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, split_k
+    ways.append([way_of(place) for place in places])
 print([[now != then for now, then in zip(*pair)] for pair in zip(ways[1:], ways)])
 iterate_(torch.eye(8).repeat(3, 1, 1), torch.full((3, 1), 8.0, dtype=torch.float64))
 """
@@ -206,7 +209,7 @@ def test_a_precision_may_be_set_by_older_and_by_newer_names() -> None:
     """Once a program has used the newer ones, torch refuses to tell the older."""
     ran = subprocess.run([sys.executable, "-c", PRECISIONS], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split("\n")[0] == str([[True, True], [True, False], [False, True]])
+    assert ran.stdout.split("\n")[0] == str([[True, True], [True, False], *[[False, True]] * 3])
 
 
 @each("steps", [0, 1, 4, STEPS])

@@ -86,8 +86,9 @@ def way_of(device: torch.device) -> tuple[object, ...]:
         mkldnn: Any = torch.backends.mkldnn
         return device, torch.get_num_threads(), mkldnn.matmul.fp32_precision, mkldnn.enabled
     matmul = torch.backends.cuda.matmul
-    reduced = matmul.allow_bf16_reduced_precision_reduction
-    return device, matmul.fp32_precision, torch.backends.cuda.preferred_blas_library(), reduced
+    reduced = "allow_bf16_reduced_precision_reduction"
+    ways = [getattr(matmul, name, None) for name in (reduced, f"{reduced}_split_k")]  # older torch has the first alone
+    return device, matmul.fp32_precision, torch.backends.cuda.preferred_blas_library(), *ways
 
 
 def _goes_at_once(product: _Product, device: torch.device) -> bool:
