@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -26,11 +27,12 @@ from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.tier import DevicePool
 from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero import hooks
+from zerokern.zero.containers import mapped
 from zerokern.zero.kinds import Distributed, Placed, ShardedDTensor, here_of, is_placed, local_of, version_of
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.tiers import DiskCopier, DiskCopy
+from zerokern.zero.tiers import DiskCopier
 from zerokern.zero.units import Owner
 
 __all__ = [
@@ -68,6 +70,9 @@ class Gathered(nn.Parameter):
             self.copy_(value)
 
 
+_sharded_of = attrgetter("sharded_parameter")
+
+
 class _Absent:
     """Makes functions that are given this leaf get the user's parameter instead."""
 
@@ -79,7 +84,7 @@ class _Absent:
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return func(*_awake(args), **_awake(dict(kwargs or {})))
+        return func(*mapped(args, _sharded_of, _Absent), **mapped(dict(kwargs or {}), _sharded_of, _Absent))
 
 
 class ReleasedParameter(_Absent, Gathered):
@@ -122,16 +127,6 @@ def sharded_parameter_of(param: Tensor) -> nn.Parameter | None:
     True
     """
     return getattr(param, "sharded_parameter", None)
-
-
-def _awake(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.sharded_parameter if isinstance(value, _Absent) else value
-    if isinstance(value, dict):
-        return {key: _awake(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_awake, value))
-    return type(value)(map(_awake, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass
@@ -324,18 +319,20 @@ class BucketMemory:
         if self.host is None:
             return self.group.all_gather(self.full if full is None else full, self.shard)
         own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
-        copy = self._lifted(own)
-        if self.group.alone or self.host.copies is None:
-            return Handle(copy.gate, copy.done, copy.gate)
+        copied = self._copied(self.host, own)
+        if self.group.alone:
+            return copied
+        assert self.host.copies is not None
         with self.host.copies.driver.aside("gather"):
-            copy.gate()
+            copied.wait()
             return self.group.all_gather(self.full if full is None else full)
 
-    def _lifted(self, own: Tensor) -> Copy | DiskCopy:
-        assert self.host is not None
+    def _copied(self, host: HostTier, own: Tensor) -> Handle:
+        """Starts to copy the shard to the device; a stream that waits for the handle waits for the copy."""
         if self.disk_copier is None:
-            self._reading = self.host.fetch(self.shard, own)
-            return self._reading
+            copy: Copy = host.fetch(self.shard, own)
+            self._reading = copy
+            return Handle(copy.gate, copy.done, copy.gate)
         assert self.rest is not None
         return self.disk_copier.start(self.rest, self._parts if own is self.own else self.disk_copier.parts(own))
 

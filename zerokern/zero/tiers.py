@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokern.comm import Group
+from zerokern.comm import Group, Handle
 from zerokern.core.errors import got
 from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory import order as orders
@@ -29,7 +29,6 @@ from zerokern.zero.partition import Bucket, shards_parameters
 
 __all__ = [
     "DiskCopier",
-    "DiskCopy",
     "by_rests",
     "check_tier",
     "fetched",
@@ -223,19 +222,12 @@ def _is_parallel(value: Any, length: int) -> bool:
 LARGEST = 16 << 20
 
 
-class DiskCopy:
-    """The ticket of one copy: nobody touches its target before `gate`, which raises what went wrong."""
+def _gate(future: Future[Copy]) -> None:
+    future.result().gate()
 
-    def __init__(self, future: Future[Copy]) -> None:
-        self._future = future
 
-    def gate(self) -> None:
-        """Makes the current stream wait for the copy; the host waits for the disk alone."""
-        self._future.result().gate()
-
-    def done(self) -> bool:
-        """Whether the copy has ended, or failed."""
-        return self._future.done() and (self._future.exception() is not None or self._future.result().done())
+def _has_ended(future: Future[Copy]) -> bool:
+    return future.done() and (future.exception() is not None or future.result().done())
 
 
 class DiskCopier:
@@ -256,12 +248,15 @@ class DiskCopier:
         """Returns a span of the device's memory in parts of one slot each."""
         return list(span.view(torch.uint8).split(self._slot_nbytes))
 
-    def start(self, rest: Rest, parts: Sequence[Tensor]) -> DiskCopy:
+    def start(self, rest: Rest, parts: Sequence[Tensor]) -> Handle:
         """Begins to copy what the caller has fetched into memory that the current stream no longer uses.
 
-        The caller lets the fetched shard go once the ticket has been waited for.
+        Nobody touches that memory before the handle has been waited for: the host waits for the disk alone, the current
+        stream for the copy. The caller lets the fetched shard go then.
         """
-        return DiskCopy(self._thread.submit(self._carry, rest, parts, self.copies.here()))
+        future = self._thread.submit(self._carry, rest, parts, self.copies.here())
+        gate = partial(_gate, future)
+        return Handle(gate, partial(_has_ended, future), gate)
 
     def _carry(self, rest: Rest, parts: Sequence[Tensor], ready: Copy) -> Copy:
         last = ready
