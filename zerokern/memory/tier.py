@@ -255,7 +255,7 @@ class HostTier:
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Allocates zeroed tensors side by side."""
-        nbytes = nbytes_of([(one.shape, one.dtype) for one in wanted])
+        nbytes = nbytes_of(one.nbytes for one in wanted)
         if not nbytes:
             return self._add(wanted, [torch.zeros(one.shape, dtype=one.dtype, device="cpu") for one in wanted])
         with _explained(wanted, self._advice):
