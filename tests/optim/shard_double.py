@@ -59,7 +59,8 @@ class Divided:
         piece = alias(full, start, (end - start,))
         lossy = dtype is not torch.float32
         param = torch.nn.Parameter(alias(full, 0, shape))
-        home = Shard.of_model(f"layer.{number}", param, start, piece, self, wide[start:end].clone() if lossy else None)
+        lost = wide[start:end].clone() if lossy else None
+        home = Shard.of_model(f"layer.{number}", param, start, piece, self, lost, self)
         home.piece.grad_dtype = None
         if self.stage == 3:
             body = Sharded(home.piece.detach(), shape, start, name=home.name, group=self.group)

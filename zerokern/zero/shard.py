@@ -122,11 +122,10 @@ class Shard:
         piece: Tensor,
         sharding: Any,
         initial: Tensor | None,
-        ranks: Any = None,
+        ranks: Any,
     ) -> Shard:
-        """Makes the shard of a parameter of zk.shard's. `ranks`: those that share it, where they are not those
-        of all of the model. `initial`: what rounding has lost of its values."""
-        ranks = sharding if ranks is None else ranks
+        """Makes the shard of a parameter of zk.shard's. `ranks`: those that share it. `initial`: what rounding has lost
+        of its values."""
         there = here_of(param)
         placed = there if isinstance(there, Placed) else None
         here = replace(there, group=ranks.team)

@@ -185,7 +185,7 @@ class Unit:
             for handle in handles:
                 with contextlib.suppress(IoError):
                     handle.wait()
-        if self._handles or self._in_place:
+        if self._handles:
             self._wait()
         self.registrations.register_sharded()
         self._is_lent = False
@@ -206,8 +206,7 @@ class Unit:
 
     def _wait_for_shard(self, memory: BucketMemory) -> None:
         """Where a shard cannot be fetched, nobody can gather it, and only this rank knows: tell the others why."""
-        if memory.rest is None:
-            return
+        assert memory.rest is not None
         try:
             memory.rest.wait()
         except Exception as error:
