@@ -164,6 +164,7 @@ class Rest:
         rests._all.add(self)
         size = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
         (self._kept,) = rests.tier.lay_out([Wanted(role, torch.Size([size]), torch.uint8)])
+        weakref.finalize(self, rests.unused.append, self._kept).atexit = False
         mapping, skip = reserve(size)
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=skip)
         rests.pages.most_nbytes = max(rests.pages.most_nbytes, 2 * size)  # the one in use, and the next
@@ -179,10 +180,6 @@ class Rest:
         self._failure: BaseException | None = None
         self.is_awaited = False  # stays for its next user, even once it is stored
         self.is_here = False
-
-    def __del__(self) -> None:
-        if hasattr(self, "_kept"):
-            self.rests.unused.append(self._kept)
 
     @property
     def nbytes(self) -> int:
