@@ -36,7 +36,7 @@ class Divided:
     ) -> None:
         self.group, self.stage, self.replicated = group, stage, stage == 0
         self.everyone, self.publisher = group, None
-        self.team, self.copies = None if stage == 0 else group, 1
+        self.team, self.copies, self.splits = None if stage == 0 else group, 1, False
         self.teams = [] if stage == 0 else [group]
         self.factor: float | Tensor = 1.0
         self.published, self.fails = 0, False

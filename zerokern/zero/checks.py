@@ -463,8 +463,7 @@ class Guard:
         # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
         self._plain = [] if shards_parameters(sharding.stage) else entries
         self._params = [entry.param for entry in self._plain]
-        shards = {shard.name: shard for shard in sharding.shards}
-        self._shards = [shards[entry.name] for entry in self._plain]
+        self._shards = [sharding.shards[entry.place.param] for entry in self._plain]
         self._has_dtensors = any(entry.placed is not None for entry in self._plain)
         self._bodies = TensorBodies(self._params)
         self._addresses = self._whereabouts()

@@ -67,14 +67,6 @@ class Inbox:
         self.before: dict[int, Tensor] = {}
 
     @property
-    def task(self) -> int:
-        return self.arrivals.task
-
-    @task.setter
-    def task(self, number: int) -> None:
-        self.arrivals.task = number
-
-    @property
     def is_full(self) -> bool:
         """Whether no more gradients are expected in this pass."""
         return self.arrivals.expected <= len(self.arrived | self.absent if self.absent else self.arrived)
@@ -123,7 +115,7 @@ class Inbox:
         self.break_off()
         for noted in (self.arrived, self.absent, self._dropped, self.from_other_leaves):
             noted.clear()
-        self.task = NO_PASS
+        self.arrivals.task = NO_PASS
 
     def kept(self) -> dict[int, Tensor]:
         """Returns what the program has in `.grad`, by place, whatever arrives there now."""
@@ -157,7 +149,7 @@ class Inbox:
         if not self.shows_in_leaf(place):
             self.take_out(place)
         self._dropped.add(place)
-        self.task = NO_PASS
+        self.arrivals.task = NO_PASS
         self.arrived.discard(place)
         self.from_other_leaves = [one for one in self.from_other_leaves if one[0] != place]
 
@@ -452,7 +444,7 @@ class GradientBucket:
         assert self.buffer is not None
         with without_waiting():
             self.take_written()
-        self.phase, inbox.task = CLOSED, NO_PASS
+        self.phase, inbox.arrivals.task = CLOSED, NO_PASS
         inbox.collect(self.buffer, self._stored, self._kept)
         for place, grad in inbox.from_other_leaves:
             self._write(place, grad, self._stored)

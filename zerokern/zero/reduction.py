@@ -137,7 +137,7 @@ class Reduction:
         """Notes that no gradient will arrive at this place in this pass."""
         self.joins_backward()
         bucket.inbox.absent.add(place)
-        bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
+        bucket.inbox.arrivals.task = hooks.NO_PASS  # fewer complete it than are expected
         if bucket.inbox.is_full and self._may_be_launched(bucket):
             self._complete(bucket)
 

@@ -19,7 +19,6 @@ from zerokern.comm import MeshGroups
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.kernels import join
 from zerokern.memory.here import Here
-from zerokern.memory.rest import Rest
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, here_of, is_divided, is_placed, over, present, take, version_of
 from zerokern.zero.partition import shards_parameters
@@ -92,7 +91,6 @@ class Shard:
 
     team: Any = None
     _stages = 1  # of a pipeline, that have copies of it
-    rest: Rest | None = None  # where the piece's values are while nobody uses them
     materialized: Any = None  # while it is whole in the user's object (stage 3)
     leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
     place = 0  # among the parameters of its gradient bucket
@@ -319,7 +317,7 @@ class Shard:
     def is_frozen_or_thawed(self) -> None:
         """Makes later gradients of a running pass be checked: the parameter was frozen or thawed."""
         if self.gradients is not None:
-            self.gradients.inbox.task = hooks.NO_PASS
+            self.gradients.inbox.arrivals.task = hooks.NO_PASS
 
     def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
         if grads[0] is not None:

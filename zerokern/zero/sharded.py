@@ -34,7 +34,7 @@ from zerokern.zero.sharded_ops import (
     targets,
     written_arguments,
 )
-from zerokern.zero.tiers import by_rests, fetched
+from zerokern.zero.tiers import by_rests, fetched, rest_of
 
 __all__ = ["Sharded", "ShardedUseError", "SpanGradient", "Spanned", "known_shard", "leaves"]
 
@@ -146,7 +146,7 @@ class Sharded(torch.Tensor):
     @property
     def zk_rest(self) -> Rest | None:
         """Where `span` is while nobody uses it."""
-        return getattr(self.span, "zk_rest", None)
+        return rest_of(self.span)
 
     @property
     def start(self) -> int:

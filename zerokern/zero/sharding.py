@@ -222,14 +222,13 @@ class Sharding:
                 local_of(buffer).copy_(flat.view(buffer.dtype).view(local_of(buffer).shape))
 
     def _hook_gradients(self) -> None:
-        by_name = {shard.name: shard for shard in self.shards}
         self.gradient_buckets: list[GradientBucket] = []
         trained = [(one, self.policy.reduce_dtype or one.dtype) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
         losses = self.groups.losses if self.op == "mean" else None
         for memory, dtype in trained:
-            shards = [by_name[entry.name] for entry in memory.entries]
+            shards = [self.shards[entry.place.param] for entry in memory.entries]
             bucket = kind(len(self.gradient_buckets), memory, shards, self.stage, dtype, losses)
             self.gradient_buckets.append(bucket)
             for number, (entry, shard) in enumerate(zip(memory.entries, shards, strict=True)):

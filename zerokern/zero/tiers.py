@@ -36,6 +36,7 @@ __all__ = [
     "keep_driver",
     "own_name",
     "reserve",
+    "rest_of",
     "rests_in_turns",
     "rests_of",
     "rests_on",
@@ -142,16 +143,24 @@ def _reserve_on_disk(
     rests.leaving_nbytes = max(rests.leaving_nbytes, GOING + largest)  # an update hands it over to its forward
 
 
+def rest_of(tensor: Any) -> Rest | None:
+    """Returns where the values of a piece or a gradient rest while nobody uses them; None if in memory.
+
+    >>> rest_of(torch.ones(2)) is None
+    True
+    """
+    return getattr(tensor, "zk_rest", None)
+
+
 def rests_of(tensors: Iterable[Any]) -> list[Rest]:
     """Returns where these rest, each place once."""
-    found = (getattr(one, "zk_rest", None) for one in tensors)
-    return list({id(rest): rest for rest in found if rest is not None}.values())
+    return list({id(rest): rest for rest in map(rest_of, tensors) if rest is not None}.values())
 
 
 @contextmanager
 def fetched(tensors: Iterable[Any], written: Iterable[Any]) -> Iterator[None]:
     """Context manager that fetches tensors that rest elsewhere; what is written to them is stored."""
-    resting = [one for one in tensors if getattr(one, "zk_rest", None) is not None]
+    resting = [one for one in tensors if rest_of(one) is not None]
     begun: list[Rest] = []
     try:
         for rest in rests_of(resting):
