@@ -98,7 +98,7 @@ class Shard:
     #: users' hooks on the accumulation of a gradient, by handle: they are called when it has been reduced
     after_reduction: dict[int, Callable[[Tensor], None]]
     _before: dict[int, Callable[[Tensor], None]]  # those that there were before zk.shard; their handles know this
-    _gradients: weakref.ref[Any] | None = None
+    _gradients: Callable[[], Any] = staticmethod(lambda: None)  # a reference to the bucket, which the sharding keeps
     _sharding: Any = None  # a reference to it
     _copies = 1
     _initial: Tensor | None = None
@@ -173,11 +173,11 @@ class Shard:
     @property
     def gradients(self) -> Any:
         """The bucket that its gradient is reduced in; None: zk.shard does not know it, or it was frozen then."""
-        return None if self._gradients is None else self._gradients()
+        return self._gradients()
 
     @gradients.setter
     def gradients(self, bucket: Any) -> None:
-        self._gradients = None if bucket is None else weakref.ref(bucket)  # the sharding keeps it
+        self._gradients = weakref.ref(bucket)
 
     @property
     def sharding(self) -> Any:

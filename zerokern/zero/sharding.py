@@ -85,7 +85,7 @@ class Sharding:
         # the hooks of the root keep this; whatever else of the model calls it, or is referred to by it, does so weakly
         self._module = weakref.ref(module)
         self.stage, self.group = stage, group
-        self.op = checks.reduce(reduce)
+        averages = checks.reduce(reduce) == "mean"
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
         checks.bucket_bytes(bucket_bytes)
@@ -104,8 +104,7 @@ class Sharding:
         wrapped = {} if wrapper is None else wrapper.check(found)
         self.groups = groups(module, params, group, self.replicated)
         self.teams, ranks = self.groups.teams, self.groups.each[0]
-        # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
-        self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
+        self.everyone = ranks.everyone
         if not self.replicated:
             checks.refuse_max_norm(module, group.everyone)
         uncut = whole_of(whole, found)
@@ -129,7 +128,7 @@ class Sharding:
         with torch.no_grad():
             self._broadcast_buffers()
             self._fill_buckets(found, device, bucket_bytes, materialize, order, uncut)
-        self._hook_gradients()
+        self._hook_gradients(self.groups.losses if averages else None)
         self.groups.watch_gradients(self)
         self.wrapper = wrapper
         if wrapper is not None:  # within the hooks that follow
@@ -221,12 +220,12 @@ class Sharding:
                 group.broadcast(flat).wait()
                 local_of(buffer).copy_(flat.view(buffer.dtype).view(local_of(buffer).shape))
 
-    def _hook_gradients(self) -> None:
+    def _hook_gradients(self, losses: int | None) -> None:
+        """`losses`: the number that a mean gradient is of; None: a sum."""
         self.gradient_buckets: list[GradientBucket] = []
         trained = [(one, self.policy.reduce_dtype or one.dtype) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
-        losses = self.groups.losses if self.op == "mean" else None
         for memory, dtype in trained:
             shards = [self.shards[entry.place.param] for entry in memory.entries]
             bucket = kind(len(self.gradient_buckets), memory, shards, self.stage, dtype, losses)
