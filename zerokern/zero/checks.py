@@ -26,10 +26,9 @@ from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, adapter_of_caller, did_you_mean, got, warn
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
+from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of, without_waiting
 from zerokern.zero.params import sharded_parameter_of
 from zerokern.zero.partition import shards_parameters
-from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import Shard, give_shard, refuse_unfrozen, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import PLACE, UnitSpec

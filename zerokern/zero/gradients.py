@@ -18,9 +18,9 @@ from zerokern.core.units import SMALL_GRADIENT
 from zerokern.memory.interrupts import whole
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Arrivals
+from zerokern.zero.kinds import without_waiting
 from zerokern.zero.params import BucketEntry, BucketMemory
 from zerokern.zero.partition import shards_gradients, shards_state
-from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import Flattening, Reducer
 from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded, SpanGradient

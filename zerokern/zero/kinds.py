@@ -44,9 +44,12 @@ __all__ = [
     "splits_of",
     "take",
     "version_of",
+    "without_waiting",
 ]
 
 
+#: context manager: parameters are looked at as they are, and nobody waits for an update of them
+without_waiting = torch._C.DisableTorchFunctionSubclass
 Distributed: Any = DTensor  # the base of what takes the place of one
 SLOTS = tuple(DTensor.__slots__)  # where its object keeps what it consists of
 

@@ -18,7 +18,7 @@ from zerokern.core.errors import StateError
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.changed_spans import ChangedSpan, Take
-from zerokern.zero.kinds import Distributed
+from zerokern.zero.kinds import Distributed, without_waiting
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import leaves
@@ -26,7 +26,7 @@ from zerokern.zero.sharded_ops import METADATA
 from zerokern.zero.units import UnitSpec
 from zerokern.zero.watch import Watch
 
-__all__ = ["Publisher", "mark_updated", "mark_updating", "without_waiting"]
+__all__ = ["Publisher", "mark_updated", "mark_updating"]
 
 _ASKS_NO_VALUES = METADATA - {torch.Tensor.__format__, torch.Tensor.contiguous}
 _WRITTEN = (
@@ -93,10 +93,6 @@ def mark_updated(params: Sequence[Tensor]) -> None:
     for param in params:
         if isinstance(param, _Updating):
             param.__class__ = _UPDATED[type(param)]
-
-
-#: context manager: parameters are looked at as they are, and nobody waits for an update of them
-without_waiting = torch._C.DisableTorchFunctionSubclass
 
 
 class Publisher:

@@ -29,7 +29,7 @@ from zerokern.memory.interrupts import whole
 from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
 from zerokern.zero.gradients import WAITING, GradientBucket
-from zerokern.zero.publishing import without_waiting
+from zerokern.zero.kinds import without_waiting
 from zerokern.zero.runner import UnitRunner
 from zerokern.zero.units import RankGroups
 

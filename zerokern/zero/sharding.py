@@ -27,10 +27,10 @@ from zerokern.zero.changed_spans import Take
 from zerokern.zero.checks import check_policy
 from zerokern.zero.containers import cast_floats
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.kinds import local_of, version_of
+from zerokern.zero.kinds import local_of, version_of, without_waiting
 from zerokern.zero.params import BucketEntry, BucketMemory, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
-from zerokern.zero.publishing import Publisher, without_waiting
+from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.registrations import Registration
 from zerokern.zero.runner import UnitRunner
