@@ -143,7 +143,7 @@ def _gather_copies(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEnt
         during("zk.gathered", of=f"zk.gathered, from {memory.called} on"),
         nullcontext() if memory.rest is None else memory.rest.used(),
     ):
-        memory.gather(full).wait()
+        memory.gather_into(full, alias(full, memory.group.rank * memory.bucket.shard_numel, memory.shard.shape)).wait()
         memory.settle()
     return [MaterializedParameter(unit, entry, alias(full, entry.place.offset, entry.shape)) for entry in entries]
 

@@ -47,7 +47,7 @@ class Inbox:
     ) -> None:
         """`lands_in_params`: the parameters are the leaves; at stage 3 others are."""
         self._entries, self._shown = (entries := memory.entries), shown
-        self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in entries]
+        self.leaves: list[Tensor] = [one.leaf for one in entries]
         self.params: list[Tensor] = [one.param for one in entries]
         self.lands_in_params = lands_in_params
         # On a device one launch flattens all. On a CPU one call does where all are small; else each goes at once: its

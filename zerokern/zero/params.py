@@ -148,6 +148,11 @@ class BucketEntry:
         here = here_of(param)
         return BucketEntry(name, param, torch.Size(here.sizes), place, here if isinstance(here, Placed) else None)
 
+    @property
+    def leaf(self) -> Any:
+        """What autograd meets: at stage 3 `full`, else the parameter itself."""
+        return self.param if self.full is None else self.full
+
     def show(self, local: Tensor) -> Tensor:
         """Returns a tensor of its shape as a DTensor, if the parameter is one."""
         return local if self.placed is None else self.placed.show(local)
@@ -179,9 +184,9 @@ def gather_full(group: Group, shard_numel: int, place: Piece, placed: Placed | N
 class BucketMemory:
     """The memory of one bucket: this rank's `shard`, and `full`, which stage 3 allocates while it is gathered.
 
-    With a `rest` the shard has memory while it is used, and rests in another tier; on one rank it is all there is. With
-    a `host` the shard stays in host memory (`kept`), and a gather copies it to the compute device; or a `disk_copier`
-    copies it from where it rests.
+    `kept`: memory of the shard, if it has any by then. With a `rest` it has that while it is used, and rests in another
+    tier; on one rank it is all there is. With a `host` the shard stays in host memory, and a gather copies it to the
+    compute device; or a `disk_copier` copies it from where it rests.
     """
 
     recorder: SpanRecorder | None = None  # of the optimizer that steps it
@@ -220,12 +225,10 @@ class BucketMemory:
         else:
             self.full = pool.empty(bucket.padded_numel, self.dtype)
         self.own = alias(self.full, begin, (numel,))
-        if self.rest is not None:
-            self.shard = self.own if group.alone and disk_copier is None else self.rest.memory
-        elif kept is not None:
-            self.shard = kept
+        if self.full is kept or not self.sharded:
+            self.shard = self.own
         else:
-            self.shard = pool.empty(numel, self.dtype) if self.sharded else self.own
+            self.shard = pool.empty(numel, self.dtype) if kept is None else kept
         self._references = 0  # to the storage of `full`, from here
         self._views: list[Tensor] = []  # that are kept for whoever reads what autograd saved
         self._stays = False
@@ -305,27 +308,25 @@ class BucketMemory:
             self._fetched = False
             self.rest.leave()
 
-    def gather(self, full: Tensor | None = None) -> Handle:
-        """Gathers the shards of all ranks into `full`, the usual memory or another.
+    def gather(self) -> Handle:
+        """Gathers the shards of all ranks into `full`."""
+        handle = self.gather_into(self.full, self.own)
+        return handle if self.recorder is None else self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
 
-        A shard in host memory is copied to its own span first, while the device computes.
+    def gather_into(self, full: Tensor, own: Tensor) -> Handle:
+        """Gathers the shards of all ranks into this memory, of which `own` is this rank's part.
+
+        A shard in host memory is copied to that part first, while the device computes.
         """
-        handle = self._gather(full)
-        if self.recorder is None or full is not None:
-            return handle
-        return self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
-
-    def _gather(self, full: Tensor | None) -> Handle:
         if self.host is None:
-            return self.group.all_gather(self.full if full is None else full, self.shard)
-        own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
+            return self.group.all_gather(full, self.shard)
         copied = self._copied(self.host, own)
         if self.group.alone:
             return copied
         assert self.host.copies is not None
         with self.host.copies.driver.aside("gather"):
             copied.wait()
-            return self.group.all_gather(self.full if full is None else full)
+            return self.group.all_gather(full)
 
     def _copied(self, host: HostTier, own: Tensor) -> Handle:
         """Starts to copy the shard to the device; a stream that waits for the handle waits for the copy."""
@@ -379,7 +380,7 @@ class BucketMemory:
         """
         if self.sharded and self.shard is self.own:
             self.gathered = False
-        if self.rest is not None:
+        if self._fetched:
             self.let_go()
         if self.sharded and self.shard is not self.own:
             self.gathered = False

@@ -112,7 +112,7 @@ class Publisher:
         self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         entries = [entry for memory in self._memories for entry in memory.entries]
-        self._read = [one.param if one.full is None else one.full for one in entries]
+        self._read = [one.leaf for one in entries]
         self._read_bodies = TensorBodies(self._read)
         shards = [shard_of(one) for one in self._read]
         self._pieces = Watch((shard.piece for shard in shards if shard is not None), memory=False)

@@ -203,8 +203,7 @@ class Sharding:
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
         self._bodies = TensorBodies(self.zero_order)
         entries = [entry for memory in self.memories for entry in memory.entries]
-        self.entries = {id(entry.param): entry for entry in entries}
-        self.entries.update({id(entry.full): entry for entry in entries if entry.full is not None})
+        self.entries = {id(one): entry for entry in entries for one in (entry.param, entry.leaf)}
         self._unit_modules = [weakref.ref(unit.module) for unit in units]
         in_parts = not self.replicated and not shards_parameters(self.stage)
         self.publisher = Publisher(
@@ -237,8 +236,8 @@ class Sharding:
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.reduction = Reduction(self.gradient_buckets, self.groups.each, weakref.ref(self))
         for entry, shard in self._trained():
-            shard.take_arrived(entry.param if entry.full is None else entry.full)
-            if entry.full is not None:  # a Function can be given the parameter itself
+            shard.take_arrived(entry.leaf)
+            if entry.leaf is not entry.param:  # a Function can be given the parameter itself
                 self._nodes.append(shard.take_from_other_leaf(entry.param))
 
     def _hook_forwards(self, units: Sequence[UnitSpec]) -> None:

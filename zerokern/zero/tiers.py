@@ -135,6 +135,7 @@ def _reserve_on_disk(
     for bucket, (role, shape, dtype), room, kind in rows:
         if kind == "disk":
             rest = room["rest"] = rests.make(role, shape.numel(), dtype)
+            room["kept"] = rest.memory
             units[bucket.unit] += rest.nbytes
             if disk_copier is not None:
                 room.update(disk_copier=disk_copier, host=disk_copier.host)
