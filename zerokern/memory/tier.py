@@ -163,13 +163,13 @@ def config_of(tier: AnyTier) -> TierConfig | None:
     return None if isinstance(tier, str) else tier
 
 
-def name_of(tier: AnyTier | None) -> str:
+def name_of(tier: AnyTier) -> str:
     """Returns the name of the kind of tier, to compare between ranks, whose paths may differ.
 
     >>> name_of("cpu")
     'cpu'
     """
-    return str(tier) if tier is None or isinstance(tier, str) else type(tier).__name__
+    return tier if isinstance(tier, str) else type(tier).__name__
 
 
 class _Laid:

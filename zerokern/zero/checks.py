@@ -35,7 +35,6 @@ from zerokern.zero.units import PLACE, UnitSpec
 
 __all__ = [
     "Guard",
-    "bucket_bytes",
     "check_policy",
     "gradient",
     "install",
@@ -57,16 +56,6 @@ __all__ = [
 
 _PLACE = operator.itemgetter(0, 1)
 LARGE = 64 << 20  # bytes that nobody wants to have whole by accident
-
-
-def bucket_bytes(value: object) -> int:
-    """
-    >>> bucket_bytes(1 << 20)
-    1048576
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(got("bucket_bytes", value, "a whole number of bytes from 1 on"))
-    return value
 
 
 def reduce(value: object) -> str:

@@ -153,11 +153,10 @@ def _keep_written(params: Sequence[nn.Parameter]) -> None:
 
     Others are not among them: what was written drops its remainder, and an update of it that is pending.
     """
-    shards = [shard_of(param) for param in params]
-    for shard in shards:
-        if shard is not None and shard.materialized is not None:
-            shard.materialized.kept = True
-    there = [param for param, shard in zip(params, shards, strict=True) if shard is None or shard.materialized is None]
+    found = [getattr(shard_of(param), "materialized", None) for param in params]
+    for one in filter(None, found):
+        one.kept = True
+    there = [param for param, one in zip(params, found, strict=True) if one is None]
     torch.autograd.graph.increment_version([param for param in there if not isinstance(param, Sharded)])
 
 

@@ -569,5 +569,5 @@ class GradientBucket:
         self._stored.clear()
         self.phase = WAITING
         self.after_launch, self.places_after_launch = None, set()
-        if self.lends_buffer and not self.local and self.buffer is not None:
+        if self.lends_buffer and not self.local:
             self.buffer = None

@@ -225,12 +225,8 @@ class Reduction:
         if bucket.phase != WAITING:
             return
         bucket.spare_kept_gradients()
-        if bucket.buffer is not None:
-            bucket.open(bucket.buffer)
-        elif self.synchronizes and bucket.lends_buffer:
-            bucket.open(self.memory.lend(bucket))
-        else:
-            bucket.open(bucket.whole_buffer())
+        borrows = self.synchronizes and bucket.lends_buffer and bucket.buffer is None
+        bucket.open(self.memory.lend(bucket) if borrows else bucket.whole_buffer())
 
     def _launch(self, bucket: GradientBucket) -> None:
         self._open(bucket)

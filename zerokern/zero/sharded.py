@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -238,7 +237,7 @@ class Sharded(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             refuse("copy.deepcopy", self, "copy")
         self.settle()
-        with nullcontext() if self.zk_rest is None else self.zk_rest.used():
+        with fetched([self], written=()):
             memo[id(self)] = copied = self.like(self.span.clone(), self.dtype)
         return copied
 

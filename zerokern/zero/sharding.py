@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError, got
+from zerokern.core.errors import ShardError, StateError, got, whole_number
 from zerokern.kernels.flat import warm
 from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.heap import keep_freed, mmap_large_blocks
@@ -88,7 +88,7 @@ class Sharding:
         averages = checks.reduce(reduce) == "mean"
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
-        checks.bucket_bytes(bucket_bytes)
+        whole_number("bucket_bytes", bucket_bytes, "a whole number of bytes from 1 on")
         order = check_tier(tier, stage)
         self.rests = rests_on(order, group.everyone)
         self._waits_for_updates = False

@@ -128,17 +128,16 @@ def _reserve_on_disk(
     order: TierOrder, rests: Rests, driver: Any, rows: Iterable[tuple[Bucket, Wanted, dict[str, Any], str]]
 ) -> None:
     units: Counter[int] = Counter()
-    disk_copier = None
+    copied: dict[str, Any] = {}  # with what shards go on to the compute device
     if driver is not None:
         assert order.config is not None
         disk_copier = DiskCopier(driver, order.config.ring_nbytes, "zk.shard")
+        copied = {"disk_copier": disk_copier, "host": disk_copier.host}
     for bucket, (role, shape, dtype), room, kind in rows:
         if kind == "disk":
-            rest = room["rest"] = rests.make(role, shape.numel(), dtype)
-            room["kept"] = rest.memory
+            rest = rests.make(role, shape.numel(), dtype)
+            room.update(rest=rest, kept=rest.memory, **copied)
             units[bucket.unit] += rest.nbytes
-            if disk_copier is not None:
-                room.update(disk_copier=disk_copier, host=disk_copier.host)
     largest = max(units.values())
     rests.pages.most_nbytes = 2 * largest  # of the unit that computes, and of the next
     rests.leaving_nbytes = max(rests.leaving_nbytes, GOING + largest)  # an update hands it over to its forward
