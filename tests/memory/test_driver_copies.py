@@ -80,4 +80,4 @@ def test_a_driver_whose_first_copies_are_captured_has_cuda_s_kernel_afterwards(
         engine.calls.clear()
         assert copies_right(driver, [n % 7 + 1 for n in range(60)])
         assert [len(call) for call in engine.calls if call] == calls
-    assert [name for name, _ in driver._spans.kernels.ways] == ["CUDA", "Triton"]
+    assert [name for name, _ in driver._spans.ways] == ["CUDA", "Triton"]

@@ -52,7 +52,7 @@ def judge(seed, count):
     draw = random.Random(seed)
     dtypes = torch.float32, torch.bfloat16, torch.int8
     wanted = [((draw.randrange(3000), draw.randrange(1, 2000)), draw.choice(dtypes)) for _ in range(count)]
-    before, planned = locked(), nbytes_of(wanted)
+    before, planned = locked(), nbytes_of(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted)
     place, tensors = host(wanted)
     assert place.arenas[0].locked and place.nbytes == planned
     rows, base = resident(), tensors[0].data_ptr()
@@ -117,7 +117,7 @@ def test_a_layout_against_a_search(seed: int) -> None:
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
     assert end == max((one for _, one in spans), default=0)
     assert end <= 1.01 * sum(sizes) + LINE * len(sizes)
-    assert nbytes_of([((size,), torch.uint8) for size in sizes]) == math.ceil(end / layout.PAGE) * layout.PAGE
+    assert nbytes_of(sizes) == math.ceil(end / layout.PAGE) * layout.PAGE
 
 
 def test_equal_streams_lie_apart_in_every_power_of_two() -> None:
@@ -184,7 +184,7 @@ def test_cuda_is_told_of_it_once_and_until_the_memory_goes(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     place, (first, second) = host([((5000,), torch.float32), ((3,), torch.int8)])
     base = first.data_ptr()
-    assert place.arenas[0].pinned and calls == [(first.data_ptr(), nbytes_of([((5000,), 4), ((3,), 1)]), 3)]
+    assert place.arenas[0].pinned and calls == [(first.data_ptr(), nbytes_of([20000, 3]), 3)]
     del place
     assert len(calls) == 1 and first.fill_(1).sum() == 5000, "a copy may be under way in what somebody still has"
     del first, second

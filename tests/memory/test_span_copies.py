@@ -39,11 +39,11 @@ from zerokern.memory.span_copies import (
     TABLE_NBYTES,
     TABLE_SPANS,
     TABLES,
-    CopyKernels,
     KernelLimit,
     SpanCopies,
     joined,
     limit_of,
+    ways_of,
 )
 
 Spans = list[tuple[int, int, int]]
@@ -149,7 +149,7 @@ def mixed(small: int, large: int, seed: int = 0) -> Memory:
 
 def test_many_small_copies_go_through_the_kernel_and_large_ones_to_the_engine(engine: Engine) -> None:
     memory, kernel = mixed(100, 5), Kernel()
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
+    SpanCopies(Driver(), engine, [("a kernel", kernel)]).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right
     sizes = [nbytes for *_, nbytes in memory.spans]
     assert engine.calls == [[nbytes for nbytes in sizes if nbytes >= LIMIT]]
@@ -159,20 +159,20 @@ def test_many_small_copies_go_through_the_kernel_and_large_ones_to_the_engine(en
 @each("small, large", [(LEAST - 1, 3), (0, 100), (1, 0), (0, 0)])
 def test_a_few_small_copies_are_the_engine_s(engine: Engine, small: int, large: int) -> None:
     memory, kernel = mixed(small, large), Kernel()
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=True)
+    SpanCopies(Driver(), engine, [("a kernel", kernel)]).copy(Stream(), memory.rows, to_host=True)
     assert memory.is_right and not kernel.calls and len(engine.calls[-1]) == small + large
 
 
 def test_zero_leaves_all_to_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROKERN_SMALL_COPIES", "0")
     memory, kernel = mixed(500, 2), Kernel()
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
+    SpanCopies(Driver(), engine, [("a kernel", kernel)]).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and not kernel.calls
 
 
 def test_a_size_that_is_none_is_refused_by_name(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROKERN_SMALL_COPIES", "small")
-    memory, copies = mixed(20, 0), SpanCopies(Driver(), engine, CopyKernels([("a kernel", Kernel())]))
+    memory, copies = mixed(20, 0), SpanCopies(Driver(), engine, [("a kernel", Kernel())])
     with pytest.raises(ValueError, match="ZEROKERN_SMALL_COPIES='small'"):
         copies.copy(Stream(), memory.rows, to_host=True)
 
@@ -183,7 +183,7 @@ def test_neighbours_on_both_sides_are_one_copy(engine: Engine, seed: int) -> Non
     gaps = [draw.choice((0, 0, 0, 16)) for _ in range(200)]
     sizes = [draw.choice((4, 128, 1000, 5000)) for _ in gaps]
     memory = Memory(sizes, seed, gaps.__getitem__)
-    SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.rows, to_host=True)
+    SpanCopies(Driver(), engine, []).copy(Stream(), memory.rows, to_host=True)
     runs = [[]]
     for nbytes, gap in zip(sizes, gaps, strict=True):
         runs[-1].append(nbytes)
@@ -200,7 +200,7 @@ def test_a_joined_span_across_two_allocations_is_copied_as_it_was_given(library:
     library.stand_in_reset(0)
     memory = Memory([400] * 6, gap=lambda number: 0)
     engine = Engine(library, edges=[memory.spans[3][0]])
-    SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.rows, to_host=False)
+    SpanCopies(Driver(), engine, []).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and engine.calls == [[2400], [400] * 6]
 
 
@@ -208,7 +208,7 @@ def test_a_refusal_of_the_engine_is_told(engine: Engine) -> None:
     engine.refuses = True
     for memory in (Memory([LARGE] * 3), Memory([LARGE] * 3, gap=lambda number: 0)):
         with pytest.raises(ZerokernError, match="the engine refused"):
-            SpanCopies(Driver(), engine, CopyKernels([])).copy(Stream(), memory.rows, to_host=False)
+            SpanCopies(Driver(), engine, []).copy(Stream(), memory.rows, to_host=False)
 
 
 @each("fails", [0, 7])
@@ -216,7 +216,7 @@ def test_a_kernel_that_is_refused_loses_no_copy(engine: Engine, fails: int, capl
     """Neither those that it had not begun, nor those that it had: the engine copies all. It is not asked again."""
     say_once.cache_clear()
     kernel = Kernel(fails)
-    copies = SpanCopies(Driver(), engine, CopyKernels([("Triton", kernel)]))
+    copies = SpanCopies(Driver(), engine, [("Triton", kernel)])
     with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
         for seed in range(3):
             memory = mixed(60, 2, seed)
@@ -229,26 +229,25 @@ def test_a_kernel_that_is_refused_loses_no_copy(engine: Engine, fails: int, capl
 
 def test_the_next_kernel_takes_over_from_one_that_is_refused(engine: Engine) -> None:
     first, second, memory = Kernel(3), Kernel(), mixed(60, 2)
-    SpanCopies(Driver(), engine, CopyKernels([("CUDA", first), ("Triton", second)])).copy(
-        Stream(), memory.rows, to_host=False
-    )
+    SpanCopies(Driver(), engine, [("CUDA", first), ("Triton", second)]).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and len(second.calls[0]) == 60 and len(engine.calls[0]) == 2
 
 
 def test_cuda_s_kernel_is_asked_before_triton_s(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "check_device", lambda device: None)
     device, asked = torch.device("cuda", 1), []
-    assert [name for name, _ in CopyKernels.of(device, engine).ways] in (["Triton"], ["CUDA", "Triton"])
+    assert [name for name, _ in ways_of(device, engine)] in (["Triton"], ["CUDA", "Triton"])
     cuda = types.ModuleType("zerokern.kernels.cuda")
     cuda.available = lambda device: True
     cuda.ferry_spans = lambda spans, device: asked.append((spans, device))
     monkeypatch.setitem(sys.modules, cuda.__name__, cuda)
-    found = CopyKernels.of(device, engine)
-    assert [name for name, _ in found.ways] == ["CUDA", "Triton"]
+    found = ways_of(device, engine)
+    assert [name for name, _ in found] == ["CUDA", "Triton"]
     rows = array("Q", [1, 2, 3])
-    assert found.launch(rows, torch.empty(3)) and asked == [(rows, device)]
+    found[0][1](rows, torch.empty(3))
+    assert asked == [(rows, device)]
     monkeypatch.setattr(engine, "attribute", lambda number, index: 0)
-    assert not CopyKernels.of(device, engine).ways, "host memory has another address there"
+    assert not ways_of(device, engine), "host memory has another address there"
 
 
 def test_no_kernel_goes_into_a_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +255,7 @@ def test_no_kernel_goes_into_a_graph(engine: Engine, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("ZEROKERN_SMALL_COPIES")
     monkeypatch.setattr(backend, "capturing", lambda device: True)
     kernel, memory = Kernel(), mixed(60, 2)
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
+    SpanCopies(Driver(), engine, [("a kernel", kernel)]).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and not kernel.calls
 
 
@@ -268,21 +267,21 @@ def test_no_kernel_is_asked_where_there_is_no_memory_for_its_table(
 
     monkeypatch.setattr(span_copies, "Arena", refuse)
     kernel, memory = Kernel(), mixed(60, 2)
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
+    SpanCopies(Driver(), engine, [("a kernel", kernel)]).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and not kernel.calls
 
 
 def test_a_table_is_not_written_again_after_a_ctrl_c(engine: Engine) -> None:
     """That comes when the kernel has been launched."""
     late, memory, next_one = Late(), mixed(60, 0), mixed(50, 0)
-    copies = SpanCopies(Driver(passes=False), engine, CopyKernels([("late", late)]))
+    copies = SpanCopies(Driver(passes=False), engine, [("late", late)])
 
     def struck(rows: array, table: Tensor) -> None:
         late(rows, table)
-        copies.kernels.ways = [("late", late)]
+        copies.ways = [("late", late)]
         raise KeyboardInterrupt
 
-    copies.kernels.ways = [("late", struck)]
+    copies.ways = [("late", struck)]
     with pytest.raises(KeyboardInterrupt):
         copies.copy(Stream(), memory.rows, to_host=False)
     copies.copy(Stream(), next_one.rows, to_host=False)
@@ -292,9 +291,7 @@ def test_a_table_is_not_written_again_after_a_ctrl_c(engine: Engine) -> None:
 
 def test_no_kernel_is_asked_where_it_reaches_no_host_memory(engine: Engine) -> None:
     kernel, memory = Kernel(), mixed(60, 2)
-    SpanCopies(Driver(pins=False), engine, CopyKernels([("a kernel", kernel)])).copy(
-        Stream(), memory.rows, to_host=False
-    )
+    SpanCopies(Driver(pins=False), engine, [("a kernel", kernel)]).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and not kernel.calls
 
 
@@ -318,7 +315,7 @@ class Late:
 
 def test_a_table_is_written_again_when_the_kernels_that_read_it_have_ended(engine: Engine) -> None:
     driver, late = Driver(passes=False), Late()
-    copies = SpanCopies(driver, engine, CopyKernels([("late", late)]))
+    copies = SpanCopies(driver, engine, [("late", late)])
     memories = [mixed(LEAST + number, 1, number) for number in range(3 * TABLES)]
     for memory in memories:
         copies.copy(Stream(), memory.rows, to_host=False)
@@ -344,7 +341,7 @@ def test_two_threads_never_have_one_table(engine: Engine) -> None:
         time.sleep(0.005)
         late(rows, table)
 
-    copies = SpanCopies(Driver(passes=False), engine, CopyKernels([("late", slowly)]))
+    copies = SpanCopies(Driver(passes=False), engine, [("late", slowly)])
     memories = [mixed(LEAST + number, 0, number) for number in range(8)]
 
     def copied(some: Sequence[Any]) -> None:
@@ -367,7 +364,7 @@ def test_a_list_of_more_spans_than_a_table_has_is_launched_in_turns(
     assert 8 * 3 * TABLE_SPANS <= TABLE_NBYTES
     monkeypatch.setattr(span_copies, "TABLE_SPANS", 30)
     kernel, memory = Kernel(), Memory([16] * 65)
-    SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)])).copy(Stream(), memory.rows, to_host=False)
+    SpanCopies(Driver(), engine, [("a kernel", kernel)]).copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and [len(call) for call in kernel.calls] == [30, 30, 5]
 
 
@@ -428,15 +425,15 @@ def test_a_kernel_that_does_not_copy_right_is_left_out(
 
     right, memory = Kernel(), mixed(100, 5)
     ways: list[tuple[str, Any]] = [("idle", idle), ("short", short), ("long", long), ("failing", Kernel(fails=2))]
-    copies = SpanCopies(Driver(), engine, CopyKernels([*ways, ("Triton", right)]))
+    copies = SpanCopies(Driver(), engine, [*ways, ("Triton", right)])
     copies.copy(Stream(), memory.rows, to_host=to_host)
-    assert memory.is_right and [name for name, _ in copies.kernels.ways] == ["Triton"]
+    assert memory.is_right and [name for name, _ in copies.ways] == ["Triton"]
     assert tried == {
         ("cpu", to_host, name): name == "Triton" for name in ("idle", "short", "long", "failing", "Triton")
     }
     assert "the kernel of idle did not copy right what it was tried with" in caplog.text
     memory = mixed(100, 5)
-    SpanCopies(Driver(), engine, CopyKernels(ways)).copy(Stream(), memory.rows, to_host=to_host)
+    SpanCopies(Driver(), engine, ways).copy(Stream(), memory.rows, to_host=to_host)
     assert memory.is_right, "without any, the engine"
 
 
@@ -456,7 +453,7 @@ def test_it_is_measured_once_for_each_direction(engine: Engine, to_host: bool, m
         clock.charge(True, kernel.calls[-1])
 
     monkeypatch.setattr(engine, "copy", by_engine)
-    copies = SpanCopies(Driver(), engine, CopyKernels([("a kernel", by_kernel)]))
+    copies = SpanCopies(Driver(), engine, [("a kernel", by_kernel)])
     few, many, more = mixed(LEAST - 2, 1), mixed(100, 5), mixed(100, 5)
     copies.copy(Stream(), few.rows, to_host=to_host)
     assert clock.copied == 1, "nothing is measured for copies that it does not matter for"
@@ -464,7 +461,7 @@ def test_it_is_measured_once_for_each_direction(engine: Engine, to_host: bool, m
     assert span_copies._known["cpu", to_host] == KernelLimit(28 << 10, 32, "measured")
     assert {max(call) for call in kernel.calls} >= {*SIZES[:5]}
     measured = clock.copied
-    other = SpanCopies(Driver(), engine, CopyKernels([("a kernel", by_kernel)]))  # another one in this process
+    other = SpanCopies(Driver(), engine, [("a kernel", by_kernel)])  # another one in this process
     other.copy(Stream(), more.rows, to_host=to_host)
     assert clock.copied == measured + 2 and len(kernel.calls[-1]) == 100
     way = f"{'from' if to_host else 'to'} cpu"
@@ -481,7 +478,7 @@ def test_what_cannot_be_measured_has_a_default(
 
     monkeypatch.setattr(SpanCopies, "_timed", refuse)
     memory, kernel = mixed(100, 5), Kernel()
-    copies = SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)]))
+    copies = SpanCopies(Driver(), engine, [("a kernel", kernel)])
     copies.copy(Stream(), memory.rows, to_host=False)
     assert memory.is_right and len(kernel.calls[0]) == 100
     assert span_copies._known == {("cpu", False): DEFAULTS[False]}
@@ -517,7 +514,7 @@ class ByRuntime(PlayedDevice):
 
     def __init__(self, engine: Engine, kernel: Kernel, **settings: Any) -> None:
         super().__init__(**settings)
-        self.spans = SpanCopies(Driver(), engine, CopyKernels([("a kernel", kernel)]))
+        self.spans = SpanCopies(Driver(), engine, [("a kernel", kernel)])
 
     def copy(self, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         spans = [(dst.data_ptr(), src.data_ptr(), src.nbytes) for dst, src in pairs]

@@ -85,8 +85,8 @@ MUTANTS = (
     Mutant(
         "kernels_for_copies_looked_for_within_a_capture",
         "zerokern/memory/span_copies.py",
-        "if many and not self._captured(stream) and self.kernels.ways:",
-        "if many and self.kernels.ways and not self._captured(stream):",
+        "if many and not self._captured(stream) and self.ways:",
+        "if many and self.ways and not self._captured(stream):",
         "A process whose first copies are captured in a CUDA graph never uses CUDA's kernel for small ones.",
         ("tests/memory/test_driver_copies.py",),
     ),

@@ -36,7 +36,7 @@ class Divided:
     ) -> None:
         self.group, self.stage, self.replicated = group, stage, stage == 0
         self.everyone, self.publisher = group, None
-        self.team, self.copies = None if stage == 0 else group, 1
+        self.team, self.copies, self.splits = None if stage == 0 else group, 1, False
         self.teams = [] if stage == 0 else [group]
         self.factor: float | Tensor = 1.0
         self.published, self.fails = 0, False
@@ -59,7 +59,8 @@ class Divided:
         piece = alias(full, start, (end - start,))
         lossy = dtype is not torch.float32
         param = torch.nn.Parameter(alias(full, 0, shape))
-        home = Shard.of_model(f"layer.{number}", param, start, piece, self, wide[start:end].clone() if lossy else None)
+        lost = wide[start:end].clone() if lossy else None
+        home = Shard.of_model(f"layer.{number}", param, start, piece, self, lost, self)
         home.piece.grad_dtype = None
         if self.stage == 3:
             body = Sharded(home.piece.detach(), shape, start, name=home.name, group=self.group)

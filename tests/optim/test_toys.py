@@ -221,7 +221,7 @@ def test_a_placement_chooses_and_changes_no_bit(schedule: str) -> None:
         torch.manual_seed(0)
         weights = [device.own(nn.Parameter(torch.randn(numel))) for numel in shapes]
         plain = TierOrder.of("tier", ["device:4000B", "cpu"])
-        opt = zk.AdamW(weights, lr=0.1, tier=order(plain.said, plain.tiers, plain.budgets), schedule=schedule)
+        opt = zk.AdamW(weights, lr=0.1, tier=order(plain.tiers, plain.budgets), schedule=schedule)
         for step in range(3):
             for weight in weights:
                 weight.grad = torch.full_like(weight, 1.0 + step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerokern.core.units import BLOCK
-from zerokern.zero.partition import Bucket, Member, Piece, imbalance, partition, work_of
+from zerokern.zero.partition import Bucket, Member, Piece, partition, work_of
 
 SIZES = st.one_of(st.integers(0, 3), st.integers(1, 700), st.sampled_from([127, 128, 129, 4096, 65_537]))
 MEMBERS = st.builds(
@@ -120,6 +121,16 @@ DEEPSEEK_V3: Shapes = (
     61 * ATTENTION_V3 + 3 * [(18432, 7168), (18432, 7168), (7168, 18432)] + 58 * 257 * EXPERT_V3
 )  # fmt: skip
 GPT_124M: Shapes = 12 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+
+
+def imbalance(members: Sequence[Member], buckets: Sequence[Bucket]) -> float:
+    """How much more work than the average the rank with most has in updates of whole matrices."""
+    loads: dict[int, int] = {}
+    for bucket in buckets:
+        for rank in range(bucket.world):
+            mine = sum(members[piece.param].work for piece in bucket.pieces(rank))
+            loads[rank] = loads.get(rank, 0) + mine
+    return max(loads.values()) * len(loads) / sum(loads.values()) - 1.0
 
 
 def balance(shapes: Shapes, world: int) -> tuple[float, float]:

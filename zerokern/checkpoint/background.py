@@ -289,16 +289,17 @@ class StagedPlanner(SavePlanner):
         Without copies from a device it maps small pages: an arena's huge pages took ten times as long as the copy
         itself. A mapping, and not the heap, which would keep freed memory.
         """
-        nbytes = nbytes_of(wanted)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+        nbytes = nbytes_of(sizes)
         self._refuse(nbytes)
         if pinned or not nbytes:
             room = HostTier("zk.save(wait=False)")
             return room.lay_out([Wanted("copies", torch.Size(shape), dtype) for shape, dtype in wanted])
-        offsets, _ = offsets_of(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
+        offsets, _ = offsets_of(sizes)
         whole = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
         return [
-            whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for at, (shape, dtype) in zip(offsets, wanted, strict=True)
+            whole[at : at + size].view(dtype).view(shape)
+            for at, size, (shape, dtype) in zip(offsets, sizes, wanted, strict=True)
         ]
 
     def _refuse(self, nbytes: int) -> None:

@@ -34,8 +34,9 @@ from zerokern.memory.room import exceeds_half_of_memory
 from zerokern.optim.disk import records_to_fill
 from zerokern.optim.formats import convert_moment, is_coded
 from zerokern.optim.shown import PENDING
-from zerokern.zero.kinds import here_of, local_of, present, rest_of
+from zerokern.zero.kinds import here_of, local_of, present
 from zerokern.zero.shard import Shard, here_of_state, shard_of
+from zerokern.zero.tiers import rest_of
 
 __all__ = ["Batch", "Restore"]
 

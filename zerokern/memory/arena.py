@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core import env, native
-from zerokern.core.errors import BudgetError, ZerokernError, got, say_once
+from zerokern.core.errors import BudgetError, ZerokernError, got, say_once, whole_number
 from zerokern.kernels.triton.backend import beside_captures
 from zerokern.memory import placement
 from zerokern.memory.layout import PAGE, FreeSpans
@@ -118,9 +118,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, *, poison: bool | None = None) -> None:
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-            raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
-        self.nbytes = _round_up(nbytes)
+        self.nbytes = _round_up(whole_number("nbytes", nbytes))
         self.poison = env.switched_on("ZEROKERN_POISON") if poison is None else poison
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -161,8 +159,7 @@ class Arena:
     def lease(self, nbytes: int, owner: str) -> Lease:
         """Returns a lease of nbytes at a multiple of 4096; the bytes up to the next multiple belong to it too."""
         self.check()
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-            raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
+        whole_number("nbytes", nbytes)
         with self._lock:
             if not self._offered_to_cuda and torch.cuda.is_initialized():
                 self._register_with_cuda()

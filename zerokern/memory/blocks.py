@@ -81,24 +81,51 @@ class BlockPool:
 
 
 class BlockPart:
-    """A part of a `BlockTier`: in a block, or on its way through one to the tier behind."""
+    """A part of a `BlockTier`: in a block, or on its way through one to the tier behind, of which it is the ticket."""
 
-    __slots__ = ("block", "going", "part", "storing", "wanted")
+    __slots__ = ("block", "going", "part", "storing", "tier", "wanted")
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, tier: BlockTier, wanted: Wanted) -> None:
+        self.tier, self.wanted = tier, wanted
         self.block: HostBlock | None = None
         self.part: Any = None  # in the tier behind
         self.going: Ticket | None = None
         self.storing: Ticket | None = None  # in the tier behind
+
+    def begin(self) -> None:
+        """Starts to store the block, once it has arrived, in the tier behind."""
+        block, going, behind = self.block, self.going, self.tier.behind
+        if block is None or going is None or behind is None or self.storing is not None:
+            return
+        going.wait()
+        if self.part is None:
+            (self.part,) = behind.lay_out([self.wanted])
+        self.storing = behind.store(self.part, block.memory[: self.wanted.nbytes])
+
+    def wait(self) -> None:
+        """Stores the block in the tier behind, then returns it to the pool."""
+        self.begin()
+        storing, self.storing = self.storing, None
+        if storing is not None:
+            storing.wait()  # if it raises, the block still has what there is
+            self.release()
+
+    def done(self) -> bool:
+        """Returns whether the block has been returned."""
+        return self.block is None
+
+    def release(self) -> None:
+        """Returns the block to the pool, whether it was stored or not."""
+        block, self.block, self.going, self.storing = self.block, None, None, None
+        if block is not None:
+            self.tier.give(self.wanted, block)
 
 
 class BlockTier:
     """A tier for a device's tensors: blocks of host memory, or a tier `behind` these.
 
     Copies of a device are ordered by its streams, so the host does not wait. A tier behind receives a block's content
-    when the ticket of the store is waited for, or from `begin_behind` on; until then the part is fetched from its
-    block.
+    when the ticket of the store is waited for, or from its `begin` on; until then the part is fetched from its block.
     """
 
     def __init__(self, blocks: BlockPool, copies: Copies, behind: Tier[Any] | None = None) -> None:
@@ -107,7 +134,7 @@ class BlockTier:
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[BlockPart]:
         """Returns parts that take memory when they are stored."""
-        return [BlockPart(spec) for spec in wanted]
+        return [BlockPart(self, spec) for spec in wanted]
 
     def store(self, part: BlockPart, value: Tensor, after: Ticket | None = None) -> Ticket:
         """Starts to copy a device tensor into a block, after the last copy of that block."""
@@ -119,25 +146,7 @@ class BlockTier:
         block = part.block
         block.last = self.copies.to_host(value, block.memory[: value.numel()], after=block.last)
         part.going = block.last
-        return block.last if self.behind is None else _StoreBehind(self, part)
-
-    def begin_behind(self, part: BlockPart) -> None:
-        """Starts to store a block, once it has arrived, in the tier behind."""
-        block, going = part.block, part.going
-        if block is None or going is None or self.behind is None or part.storing is not None:
-            return
-        going.wait()
-        if part.part is None:
-            (part.part,) = self.behind.lay_out([part.wanted])
-        part.storing = self.behind.store(part.part, block.memory[: part.wanted.nbytes])
-
-    def store_behind(self, part: BlockPart) -> None:
-        """Stores a block in the tier behind, then returns the block to the pool."""
-        self.begin_behind(part)
-        storing, part.storing = part.storing, None
-        if storing is not None:
-            storing.wait()  # if it raises, the block still has what there is
-            self._release(part)
+        return block.last if self.behind is None else part
 
     def fetch(self, part: BlockPart, out: Tensor, after: Ticket | None = None) -> Ticket:
         """Starts to copy a part to the device; from a tier behind through a block, which the ticket's `gate` waits
@@ -157,7 +166,7 @@ class BlockTier:
     def evict(self, parts: Iterable[BlockPart]) -> None:
         """Frees the parts' blocks and their room in the tier behind."""
         for part in parts:
-            self._release(part)
+            part.release()
             if part.part is not None and self.behind is not None:
                 self.behind.evict([part.part])
                 part.part = None
@@ -170,28 +179,10 @@ class BlockTier:
         """Returns the bytes in blocks, by role."""
         return +self._held
 
-    def _release(self, part: BlockPart) -> None:
-        block, part.block, part.going, part.storing = part.block, None, None, None
-        if block is not None:
-            self._held[part.wanted.role] -= part.wanted.nbytes
-            self.blocks.give(block)
-
-
-class _StoreBehind:
-    """The ticket of a store that continues from a block to the tier behind when it is waited for."""
-
-    def __init__(self, tier: BlockTier, part: BlockPart) -> None:
-        self._tier, self._part = tier, part
-
-    def begin(self) -> None:
-        """Starts what `wait` waits for."""
-        self._tier.begin_behind(self._part)
-
-    def wait(self) -> None:
-        self._tier.store_behind(self._part)
-
-    def done(self) -> bool:
-        return self._part.block is None
+    def give(self, wanted: Wanted, block: HostBlock) -> None:
+        """Returns the block of such a part to the pool."""
+        self._held[wanted.role] -= wanted.nbytes
+        self.blocks.give(block)
 
 
 class _FetchBehind:

@@ -10,7 +10,7 @@ __all__ = ["keep_freed", "mmap_large_blocks", "trim_heap"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 1 << 20
-_kept = [0]  # bytes that the heap of this process has been asked to keep
+_kept = [-1]  # bytes that the heap of this process keeps as it was asked to; -1: nobody has asked
 LARGEST = 32 << 20  # glibc serves larger blocks by pages of their own, whatever it is told
 
 
@@ -25,12 +25,13 @@ def keep_freed(nbytes: int) -> bool:
     >>> keep_freed(0) in (True, False)
     True
     """
-    mallopt = _of_glibc("mallopt")
-    if mallopt is None or nbytes <= _kept[0]:
-        return mallopt is not None
-    _kept[0] = nbytes
-    # setting either one disables glibc's adaptation of both
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, min(nbytes, 2**31 - 1)))
+    if nbytes > _kept[0]:
+        # setting either one disables glibc's adaptation of both
+        mallopt = _of_glibc("mallopt")
+        if not (mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, min(nbytes, 2**31 - 1))):
+            return False
+        _kept[0] = nbytes
+    return True
 
 
 def mmap_large_blocks() -> bool:
@@ -43,9 +44,7 @@ def mmap_large_blocks() -> bool:
     True
     """
     mallopt = _of_glibc("mallopt")
-    if mallopt is None:
-        return False
-    _kept[0] = 0
+    _kept[0] = -1
     return bool(mallopt(M_MMAP_THRESHOLD, LARGE)) and bool(mallopt(M_TRIM_THRESHOLD, LARGEST))
 
 
@@ -56,12 +55,11 @@ def trim_heap() -> None:
 
     >>> trim_heap()
     """
-    trim = _of_glibc("malloc_trim")
-    if trim is not None:
-        trim(0)
+    _of_glibc("malloc_trim")(0)
 
 
 @functools.cache
-def _of_glibc(name: str) -> Callable[..., int] | None:
+def _of_glibc(name: str) -> Callable[..., int]:
+    """Returns a function of glibc; of another C library one that says it has done nothing."""
     library = ctypes.CDLL(None)
-    return getattr(library, name, None) if hasattr(library, "gnu_get_libc_version") else None
+    return getattr(library, name) if hasattr(library, "gnu_get_libc_version") else lambda *_: 0

@@ -9,27 +9,16 @@ a large tensor is followed by a gap of less than a hundredth of its size.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from zerokern.core.errors import got
 
-__all__ = ["LINE", "PAGE", "SKEW", "FreeSpans", "Itemsize", "nbytes_of", "offsets_of"]
+__all__ = ["LINE", "PAGE", "SKEW", "FreeSpans", "nbytes_of", "offsets_of"]
 
 PAGE = 4096  # leases begin and end on it: what O_DIRECT asks of memory, on any disk
 LINE = 64
 SKEW = 40 << 10  # multiples of it, up to the seventh, are 8 KiB or more apart in every power of two from 64 KiB on
-
-
-class Itemsize(Protocol):
-    """What a layout asks of a dtype: torch's have it, and numpy's."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        ...
 
 
 def offsets_of(nbytes: Iterable[int]) -> tuple[list[int], int]:
@@ -49,14 +38,13 @@ def offsets_of(nbytes: Iterable[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def nbytes_of(wanted: Sequence[tuple[Sequence[int], Itemsize | int]]) -> int:
-    """Returns the size of a mapping for tensors of these shapes and dtypes (or bytes per element), in whole pages.
+def nbytes_of(nbytes: Iterable[int]) -> int:
+    """Returns the size of a mapping for tensors of these sizes, in whole pages.
 
-    >>> nbytes_of([((1000, 3), 4), ((7,), 1)]), nbytes_of([])
+    >>> nbytes_of([12000, 7]), nbytes_of([])
     (12288, 0)
     """
-    widths = [dtype if isinstance(dtype, int) else dtype.itemsize for _, dtype in wanted]
-    _, end = offsets_of(math.prod(shape) * width for (shape, _), width in zip(wanted, widths, strict=True))
+    _, end = offsets_of(nbytes)
     return -(-end // PAGE) * PAGE
 
 

@@ -26,14 +26,11 @@ _ALLOWED = "a tier, or a list of tiers that are filled one after the other, such
 class TierOrder:
     """Tiers in the order in which they are filled, each with the most bytes that may rest there (None: what there is).
 
-    `said`: what was given, for messages.
-
     >>> order = TierOrder.of("tier", ["device:1KiB", "cpu"])
     >>> order.tiers, order.budgets, order.name
     (('device', 'cpu'), (1024, None), 'device, cpu')
     """
 
-    said: Any
     tiers: tuple[AnyTier, ...]
     budgets: tuple[Budget, ...]
 
@@ -43,7 +40,7 @@ class TierOrder:
         if isinstance(value, TierOrder):
             return value
         pairs = read_order(argument, value, auto=auto)
-        return TierOrder(value, tuple(tier for tier, _ in pairs), tuple(budget for _, budget in pairs))
+        return TierOrder(tuple(tier for tier, _ in pairs), tuple(budget for _, budget in pairs))
 
     @property
     def config(self) -> TierConfig | None:

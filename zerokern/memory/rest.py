@@ -163,17 +163,17 @@ class Rest:
         self._users = 0
         rests._all.add(self)
         size = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
-        self.nbytes = size
         (self._kept,) = rests.tier.lay_out([Wanted(role, torch.Size([size]), torch.uint8)])
-        self._mapping, self._skip = reserve(size)
-        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=self._skip)
-        self._address = self._bytes.data_ptr()
+        weakref.finalize(self, rests.unused.append, self._kept).atexit = False
+        mapping, skip = reserve(size)
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=skip)
         rests.pages.most_nbytes = max(rests.pages.most_nbytes, 2 * size)  # the one in use, and the next
-        self.memory = torch.frombuffer(self._mapping, dtype=dtype, count=max(1, numel), offset=self._skip)[:numel]
+        self.memory = torch.frombuffer(mapping, dtype=dtype, count=max(1, numel), offset=skip)[:numel]
+        # over the same memory, with a storage of its own: views of it are with others
+        self._lent = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=skip)
         self._views = sys.maxsize  # of the memory, as few as there ever were: those that are always there
         self._has_contents = False  # in the place
         self._changed = False
-        self._lent: Tensor | None = None  # over the same memory; views of it are with others
         self._watched: list[tuple[Tensor, int]] = []  # who was handed out, and the versions that they had
         self._coming: Ticket | None = None
         self._going: Ticket | None = None
@@ -181,9 +181,10 @@ class Rest:
         self.is_awaited = False  # stays for its next user, even once it is stored
         self.is_here = False
 
-    def __del__(self) -> None:
-        if hasattr(self, "_kept"):
-            self.rests.unused.append(self._kept)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory, whole pages."""
+        return self._bytes.nbytes
 
     def fetch(self) -> None:
         """Adds a user, and starts to fetch the contents if they are not in memory; `wait` returns once they are."""
@@ -229,8 +230,6 @@ class Rest:
 
     def lend(self, view: Tensor) -> Tensor:
         """Returns a view, with its version, that may be kept. It has a storage of its own, whose users are counted."""
-        if self._lent is None:
-            self._lent = torch.frombuffer(self._mapping, dtype=torch.uint8, count=self.nbytes, offset=self._skip)
         shown = view.detach()
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(shown):
             shown.set_(self._lent.untyped_storage(), view.storage_offset(), view.shape, view.stride())
@@ -278,7 +277,7 @@ class Rest:
     @property
     def is_lent(self) -> bool:
         """Whether somebody still has a view from `lend`."""
-        return self._lent is not None and storage_references(self._lent) > storage_references(torch.empty(1))
+        return storage_references(self._lent) > storage_references(torch.empty(1))
 
     def store_if_unused(self) -> None:
         """Stores, keeps or frees memory that nobody uses. Called with the lock held."""
@@ -324,12 +323,12 @@ class Rest:
 
     def _give_back(self) -> None:
         self.is_here, self.is_awaited, self._failure = False, False, None
-        self.rests.pages.take(self._address, self.nbytes)
+        self.rests.pages.take(self._bytes.data_ptr(), self.nbytes)
 
     def _appear(self) -> None:
         """Maps memory, and zeroes it unless it is about to be read into."""
         try:
-            given = self.rests.pages.give(self._address, self.nbytes)
+            given = self.rests.pages.give(self._bytes.data_ptr(), self.nbytes)
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 check_fits(
@@ -337,4 +336,4 @@ class Rest:
                 )
             raise
         if not self._has_contents:
-            ctypes.memset(self._address, 0, given)
+            ctypes.memset(self._bytes.data_ptr(), 0, given)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import FrameType
 
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError, got, whole_number
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.staging import Ticket
 
@@ -110,8 +110,7 @@ def flowing(
     1
     >>> two.close(); ring.close(); arena.close()
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError(got("count", count, "a whole number from 0 on"))
+    whole_number("count", count, least=0)
     if ring.flowing or not ring.slots:
         raise StateError(
             f"the ring is {'in use by another flowing()' if ring.flowing else 'closed'}; make one for this one"

@@ -26,7 +26,7 @@ from zerokern.kernels.triton import backend
 from zerokern.memory.arena import Arena
 from zerokern.memory.runtime import Batches, clear_cuda_error
 
-__all__ = ["CopyKernels", "KernelLimit", "SpanCopies", "joined", "limit_of", "limits"]
+__all__ = ["KernelLimit", "SpanCopies", "joined", "limit_of", "limits", "ways_of"]
 
 Way = Callable[["array[int]", Tensor], object]
 """A kernel; its rows have three words for each span: to where, from where, how many bytes."""
@@ -127,39 +127,14 @@ def _given() -> KernelLimit | None:
     return KernelLimit(min(nbytes, MOST_NBYTES), LEAST, VARIABLE)
 
 
-class CopyKernels:
-    """The kernels that can copy spans on one device, best first. One that refuses is left out from then on.
+def ways_of(device: torch.device, batches: Batches) -> list[tuple[str, Way]]:
+    """Returns the kernels that can copy spans on a GPU, best first: CUDA's, then Triton's.
 
-    Each is called with rows and a table: memory that it may write to, and that stays as it is until the copies have
-    ended. It launches on the current stream.
-
-    >>> CopyKernels([]).launch(array("Q", [0, 0, 8]), torch.empty(3, dtype=torch.int64))
-    False
+    They need host memory at the address that the host knows.
     """
-
-    def __init__(self, ways: Sequence[tuple[str, Way]]) -> None:
-        self.ways = list(ways)
-
-    @classmethod
-    def of(cls, device: torch.device, batches: Batches) -> CopyKernels:
-        """Finds those of a GPU: CUDA's, then Triton's. They need host memory at the address that the host knows."""
-        if not batches.attribute(USES_HOST_ADDRESSES, device.index):
-            return cls([])
-        return cls([*_of_cuda(device), *_of_triton(device)])
-
-    def launch(self, rows: array[int], table: Tensor) -> bool:
-        """Queues the copies; returns False if no kernel can. Some of them may have been queued all the same."""
-        while self.ways:
-            name, way = self.ways[0]
-            try:
-                way(rows, table)
-            except Exception as error:
-                clear_cuda_error()  # else torch would find it and blame its next call
-                self.ways.pop(0)
-                say_once("zerokern.memory", f"no kernel of {name} copies small spans: {error!r}")
-            else:
-                return True
-        return False
+    if not batches.attribute(USES_HOST_ADDRESSES, device.index):
+        return []
+    return [*_of_cuda(device), *_of_triton(device)]
 
 
 def _of_cuda(device: torch.device) -> list[tuple[str, Way]]:
@@ -183,25 +158,27 @@ def _of_triton(device: torch.device) -> list[tuple[str, Way]]:
 class SpanCopies:
     """Copies spans between one device and pinned host memory, on streams of its driver.
 
-    `driver`: a `CudaDriver`. `batches`: its copy engines. `kernels`: by default those of the device, looked for when a
-    list first wants one and nothing is captured, for its first launch is a trial that the host waits for. They reach no
+    `driver`: a `CudaDriver`. `batches`: its copy engines. `ways`: kernels that copy spans, best first; by default those
+    of the device, looked for when a list first wants one and nothing is captured, for its first launch is a trial that
+    the host waits for. Each is called with rows and a table: memory that it may write to, and that stays as it is until
+    the copies have ended. It launches on the current stream. One that refuses is left out from then on. They reach no
     memory but what is pinned, as `Copies` has checked.
 
     >>> SpanCopies.copy.__annotations__["to_host"]
     'bool'
     """
 
-    def __init__(self, driver: Any, batches: Batches, kernels: CopyKernels | None = None) -> None:
+    def __init__(self, driver: Any, batches: Batches, ways: Sequence[tuple[str, Way]] | None = None) -> None:
         self._driver, self._batches = driver, batches
-        if kernels is not None:
-            self.kernels = kernels
+        if ways is not None:
+            self.ways = list(ways)
         self._tables: list[Tensor] = []
         self._readers: list[Any] = []  # of each table: the mark behind the kernels that read it
         self._launching = threading.Lock()  # all who copy on the device share its driver, and these tables
 
     @functools.cached_property
-    def kernels(self) -> CopyKernels:
-        return CopyKernels.of(self._driver.device, self._batches)
+    def ways(self) -> list[tuple[str, Way]]:
+        return ways_of(self._driver.device, self._batches)
 
     def copy(self, stream: Any, rows: array[int], *, to_host: bool) -> None:
         """Queues copies that must not overlap in memory; they run in any order."""
@@ -224,7 +201,7 @@ class SpanCopies:
     def _chosen(self, stream: Any, rows: array[int], to_host: bool) -> tuple[array[int], array[int]]:
         """Returns what a kernel copies, and what a copy engine does."""
         many = len(_parted(rows, MOST_NBYTES)[0]) >= LEAST * WORDS
-        if many and not self._captured(stream) and self.kernels.ways:
+        if many and not self._captured(stream) and self.ways:
             limit = self._limit(to_host)
             small, large = _parted(rows, limit.nbytes)
             if len(small) >= limit.copies * WORDS and self._try_kernels(to_host):
@@ -244,15 +221,15 @@ class SpanCopies:
         """Leaves out kernels that do not copy right, each of which is tried once in a process while the host waits;
         returns whether any is left."""
         place = str(self._driver.device)
-        for name, way in list(self.kernels.ways):
+        for name, way in list(self.ways):
             key = (place, to_host, name)
             with _measuring:
                 if key not in _right:
                     _right[key] = self._copies_right(name, way, to_host)
             if not _right[key]:
-                self.kernels.ways = [one for one in self.kernels.ways if one[0] != name]  # another thread may have, too
+                self.ways = [one for one in self.ways if one[0] != name]  # another thread may have, too
                 say_once("zerokern.memory", f"the kernel of {name} did not copy right what it was tried with; not used")
-        return bool(self.kernels.ways)
+        return bool(self.ways)
 
     def _copies_right(self, name: str, way: Way, to_host: bool) -> bool:
         """Whether a kernel copies the spans of `TRIAL`, and nothing else."""
@@ -271,7 +248,7 @@ class SpanCopies:
             ends = target.data_ptr(), given.data_ptr()
             spans = [(ends[0] + to, ends[1] + source, nbytes) for to, source, nbytes in TRIAL]
             rows = rows_of(spans)
-            alone = SpanCopies(self._driver, self._batches, CopyKernels([(name, way)]))
+            alone = SpanCopies(self._driver, self._batches, [(name, way)])
             try:
                 launched = alone._launch(stream, rows)
             finally:
@@ -334,12 +311,26 @@ class SpanCopies:
                 if number is None:
                     return False
                 try:
-                    launched = self.kernels.launch(rows[begin : begin + WORDS * TABLE_SPANS], self._tables[number])
+                    launched = self._run_kernel(rows[begin : begin + WORDS * TABLE_SPANS], self._tables[number])
                 finally:  # after a Ctrl-C, too, a kernel may read it
                     self._readers[number] = self._driver.fence(stream)
                 if not launched:
                     return False
         return True
+
+    def _run_kernel(self, rows: array[int], table: Tensor) -> bool:
+        """Queues the copies; returns False if no kernel can. Some of them may have been queued all the same."""
+        while self.ways:
+            name, way = self.ways[0]
+            try:
+                way(rows, table)
+            except Exception as error:
+                clear_cuda_error()  # else torch would find it and blame its next call
+                self.ways.pop(0)
+                say_once("zerokern.memory", f"no kernel of {name} copies small spans: {error!r}")
+            else:
+                return True
+        return False
 
     def _free_table(self) -> int | None:
         """Returns the number of a table that no kernel reads any more; None if there is no memory that one reaches."""

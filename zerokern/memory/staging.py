@@ -20,8 +20,8 @@ from zerokern.memory.runtime import runtime_library
 from zerokern.memory.span_copies import SpanCopies
 
 __all__ = [
-    "EMULATED_DRIVERS", "STREAMS", "CudaDriver", "CudaMark", "Ticket", "cuda_driver", "driver_of",
-    "stream_gate", "stream_ticket",
+    "EMULATED_DRIVERS", "STREAMS", "CudaDriver", "CudaMark", "DoneTicket", "Ticket", "cuda_driver",
+    "driver_of", "stream_gate",
 ]  # fmt: skip
 
 STREAMS = ("down", "up", "gather", "reduce", "publish", "update", "measure", "capture")
@@ -105,7 +105,11 @@ def stream_gate(device: torch.device) -> Callable[[], None]:
 
 
 class DoneTicket:
-    """The ticket of a transfer that ended before anybody could wait."""
+    """The ticket of a transfer that ended before anybody could wait.
+
+    >>> DoneTicket().done()
+    True
+    """
 
     def wait(self) -> None:
         """Returns at once."""
@@ -113,15 +117,6 @@ class DoneTicket:
     def done(self) -> bool:
         """Returns True."""
         return True
-
-
-def stream_ticket(device: torch.device) -> Ticket:
-    """Returns a ticket for all work that the current stream has been given; on a CPU it has ended.
-
-    >>> stream_ticket(torch.device("cpu")).done()
-    True
-    """
-    return CudaMark(torch.cuda.current_stream(device)) if device.type == "cuda" else DoneTicket()
 
 
 class CudaDriver:

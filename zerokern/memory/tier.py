@@ -29,7 +29,7 @@ from zerokern.memory.copies import Copies
 from zerokern.memory.layout import nbytes_of, offsets_of
 from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.room import amount, check_fits
-from zerokern.memory.staging import Ticket, stream_ticket
+from zerokern.memory.staging import DoneTicket, Ticket
 
 __all__ = [
     "AnyTier", "DevicePool", "HostTier", "OpenedTier", "Tier", "TierConfig", "Wanted", "check_tier",
@@ -163,13 +163,13 @@ def config_of(tier: AnyTier) -> TierConfig | None:
     return None if isinstance(tier, str) else tier
 
 
-def name_of(tier: AnyTier | None) -> str:
+def name_of(tier: AnyTier) -> str:
     """Returns the name of the kind of tier, to compare between ranks, whose paths may differ.
 
     >>> name_of("cpu")
     'cpu'
     """
-    return str(tier) if tier is None or isinstance(tier, str) else type(tier).__name__
+    return tier if isinstance(tier, str) else type(tier).__name__
 
 
 class _Laid:
@@ -255,7 +255,7 @@ class HostTier:
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Allocates zeroed tensors side by side."""
-        nbytes = nbytes_of([(one.shape, one.dtype) for one in wanted])
+        nbytes = nbytes_of(one.nbytes for one in wanted)
         if not nbytes:
             return self._add(wanted, [torch.zeros(one.shape, dtype=one.dtype, device="cpu") for one in wanted])
         with _explained(wanted, self._advice):
@@ -288,10 +288,8 @@ class HostTier:
             raise ValueError(got("tensor", f"{dst.dtype} of shape {tuple(dst.shape)}", f"{both}, as on the other side"))
         if after is not None:
             after.wait()
-        dst.detach().copy_(src.detach())
-        if self.copies is None:
-            return stream_ticket(dst.device if src.is_cuda else src.device)
-        return self.copies.here()
+        dst.detach().copy_(src.detach())  # the host waits, but for a device that torch does not know
+        return DoneTicket() if self.copies is None else self.copies.here()
 
     def _sweep(self) -> None:
         self._laid = [laid for laid in self._laid if any(ref() is not None for ref, _ in laid.tensors)]

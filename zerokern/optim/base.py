@@ -37,9 +37,8 @@ from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, Survey, held_gradients, params_of
 from zerokern.zero import checks as zero_checks
 from zerokern.zero.hooks import import_compiler, weakly
-from zerokern.zero.kinds import shardings_of
+from zerokern.zero.kinds import shardings_of, without_waiting
 from zerokern.zero.partition import shards_parameters
-from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_ops import refuse

@@ -28,7 +28,7 @@ from zerokern.optim.rounds import in_rounds
 from zerokern.optim.state import Row, StateTier
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
-from zerokern.zero.kinds import rest_of
+from zerokern.zero.tiers import rest_of
 from zerokern.zero.watch import Watch
 
 __all__ = ["Binding"]

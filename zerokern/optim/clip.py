@@ -24,7 +24,7 @@ from zerokern.optim.survey import added
 from zerokern.zero.kinds import is_divided
 from zerokern.zero.reducing import known_squares, measured, rows_by_bucket, sumsq_of_each
 from zerokern.zero.shard import Shard, gradients_of_dtensors, shard_of
-from zerokern.zero.tiers import fetched, in_turns
+from zerokern.zero.tiers import fetched, in_turns, rest_of
 
 __all__ = ["clip_grad_norm_"]
 
@@ -163,7 +163,7 @@ def _measure(grads: list[Tensor], kind: float, place: torch.device, shards: Sequ
         return sumsq_there(grads).to(place)
     if kind == 2.0:
         known = measured(known_squares(rows_by_bucket(shards), grads))
-        rests = [getattr(grad, "zk_rest", None) for grad in grads]
+        rests = list(map(rest_of, grads))
         sums = sumsq_of_each(rests, known, lambda places: [sumsq(grads[place]) for place in places])
         return torch.tensor(added(sums), dtype=torch.float64).to(place)
     largest = []

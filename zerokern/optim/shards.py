@@ -26,8 +26,7 @@ from zerokern.optim.parts import Part, needed_first
 from zerokern.optim.shown import ShownState
 from zerokern.optim.survey import Groups, names_of, params_of, same_objects
 from zerokern.zero.changed_spans import Take
-from zerokern.zero.kinds import is_divided, is_placed, shardings_of
-from zerokern.zero.publishing import without_waiting
+from zerokern.zero.kinds import is_divided, is_placed, shardings_of, without_waiting
 from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import Shard, shard_changes, shard_of, shards_of
 from zerokern.zero.tiers import fetched, in_turns

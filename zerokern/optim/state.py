@@ -23,7 +23,8 @@ from zerokern.memory.interrupts import whole
 from zerokern.optim.device import is_apart
 from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
-from zerokern.zero.kinds import is_divided, present, rest_of
+from zerokern.zero.kinds import is_divided, present
+from zerokern.zero.tiers import rest_of
 from zerokern.zero.watch import Watch
 
 Entry = dict[str, Any]

@@ -22,9 +22,9 @@ from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.memory.addresses import GradientReader
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
-from zerokern.zero.kinds import rest_of
 from zerokern.zero.reducing import Sumsq, known_squares, measured, rows_by_bucket, sumsq_of_each
 from zerokern.zero.shard import shard_of
+from zerokern.zero.tiers import rest_of
 
 Groups = Sequence[dict[str, Any]]
 Grads = Sequence[Tensor | None]

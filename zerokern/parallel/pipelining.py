@@ -20,8 +20,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.parallel.backward_halves import for_inputs, for_weights
 from zerokern.parallel.tied_stages import Ties, check_tied, check_tied_still_there
 from zerokern.zero import hooks
-from zerokern.zero.kinds import shardings_of
-from zerokern.zero.publishing import without_waiting
+from zerokern.zero.kinds import shardings_of, without_waiting
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharding import Sharding
 

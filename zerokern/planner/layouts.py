@@ -205,4 +205,4 @@ def pinned_nbytes(
         state = sorted(state, key=lambda tensor: tensor[0])
     elif copied:  # of what is on the device, as one
         nbytes = [kind.own_numel * (kind.itemsize + recipe.wire_itemsize(kind.dtype)) for kind in copied]
-    return nbytes_of([((size,), 1) for size in [*nbytes, *(size for _, size in state)]])
+    return nbytes_of([*nbytes, *(size for _, size in state)])

@@ -26,17 +26,15 @@ from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, adapter_of_caller, did_you_mean, got, warn
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of
+from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of, without_waiting
 from zerokern.zero.params import sharded_parameter_of
 from zerokern.zero.partition import shards_parameters
-from zerokern.zero.publishing import without_waiting
 from zerokern.zero.shard import Shard, give_shard, refuse_unfrozen, shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import PLACE, UnitSpec
 
 __all__ = [
     "Guard",
-    "bucket_bytes",
     "check_policy",
     "gradient",
     "install",
@@ -58,16 +56,6 @@ __all__ = [
 
 _PLACE = operator.itemgetter(0, 1)
 LARGE = 64 << 20  # bytes that nobody wants to have whole by accident
-
-
-def bucket_bytes(value: object) -> int:
-    """
-    >>> bucket_bytes(1 << 20)
-    1048576
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(got("bucket_bytes", value, "a whole number of bytes from 1 on"))
-    return value
 
 
 def reduce(value: object) -> str:
@@ -463,8 +451,7 @@ class Guard:
         # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
         self._plain = [] if shards_parameters(sharding.stage) else entries
         self._params = [entry.param for entry in self._plain]
-        shards = {shard.name: shard for shard in sharding.shards}
-        self._shards = [shards[entry.name] for entry in self._plain]
+        self._shards = [sharding.shards[entry.place.param] for entry in self._plain]
         self._has_dtensors = any(entry.placed is not None for entry in self._plain)
         self._bodies = TensorBodies(self._params)
         self._addresses = self._whereabouts()

@@ -143,7 +143,7 @@ def _gather_copies(unit: Unit, memory: BucketMemory, entries: Sequence[BucketEnt
         during("zk.gathered", of=f"zk.gathered, from {memory.called} on"),
         nullcontext() if memory.rest is None else memory.rest.used(),
     ):
-        memory.gather(full).wait()
+        memory.gather_into(full, alias(full, memory.group.rank * memory.bucket.shard_numel, memory.shard.shape)).wait()
         memory.settle()
     return [MaterializedParameter(unit, entry, alias(full, entry.place.offset, entry.shape)) for entry in entries]
 
@@ -153,11 +153,10 @@ def _keep_written(params: Sequence[nn.Parameter]) -> None:
 
     Others are not among them: what was written drops its remainder, and an update of it that is pending.
     """
-    shards = [shard_of(param) for param in params]
-    for shard in shards:
-        if shard is not None and shard.materialized is not None:
-            shard.materialized.kept = True
-    there = [param for param, shard in zip(params, shards, strict=True) if shard is None or shard.materialized is None]
+    found = [getattr(shard_of(param), "materialized", None) for param in params]
+    for one in filter(None, found):
+        one.kept = True
+    there = [param for param, one in zip(params, found, strict=True) if one is None]
     torch.autograd.graph.increment_version([param for param in there if not isinstance(param, Sharded)])
 
 

@@ -18,9 +18,9 @@ from zerokern.core.units import SMALL_GRADIENT
 from zerokern.memory.interrupts import whole
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Arrivals
+from zerokern.zero.kinds import without_waiting
 from zerokern.zero.params import BucketEntry, BucketMemory
 from zerokern.zero.partition import shards_gradients, shards_state
-from zerokern.zero.publishing import without_waiting
 from zerokern.zero.reducing import Flattening, Reducer
 from zerokern.zero.shard import Shard, alias
 from zerokern.zero.sharded import Sharded, SpanGradient
@@ -47,7 +47,7 @@ class Inbox:
     ) -> None:
         """`lands_in_params`: the parameters are the leaves; at stage 3 others are."""
         self._entries, self._shown = (entries := memory.entries), shown
-        self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in entries]
+        self.leaves: list[Tensor] = [one.leaf for one in entries]
         self.params: list[Tensor] = [one.param for one in entries]
         self.lands_in_params = lands_in_params
         # On a device one launch flattens all. On a CPU one call does where all are small; else each goes at once: its
@@ -65,14 +65,6 @@ class Inbox:
         self.from_other_leaves: list[tuple[int, Tensor]] = []  # besides the one that modules compute with
         self.running = False
         self.before: dict[int, Tensor] = {}
-
-    @property
-    def task(self) -> int:
-        return self.arrivals.task
-
-    @task.setter
-    def task(self, number: int) -> None:
-        self.arrivals.task = number
 
     @property
     def is_full(self) -> bool:
@@ -123,7 +115,7 @@ class Inbox:
         self.break_off()
         for noted in (self.arrived, self.absent, self._dropped, self.from_other_leaves):
             noted.clear()
-        self.task = NO_PASS
+        self.arrivals.task = NO_PASS
 
     def kept(self) -> dict[int, Tensor]:
         """Returns what the program has in `.grad`, by place, whatever arrives there now."""
@@ -157,7 +149,7 @@ class Inbox:
         if not self.shows_in_leaf(place):
             self.take_out(place)
         self._dropped.add(place)
-        self.task = NO_PASS
+        self.arrivals.task = NO_PASS
         self.arrived.discard(place)
         self.from_other_leaves = [one for one in self.from_other_leaves if one[0] != place]
 
@@ -452,7 +444,7 @@ class GradientBucket:
         assert self.buffer is not None
         with without_waiting():
             self.take_written()
-        self.phase, inbox.task = CLOSED, NO_PASS
+        self.phase, inbox.arrivals.task = CLOSED, NO_PASS
         inbox.collect(self.buffer, self._stored, self._kept)
         for place, grad in inbox.from_other_leaves:
             self._write(place, grad, self._stored)
@@ -577,5 +569,5 @@ class GradientBucket:
         self._stored.clear()
         self.phase = WAITING
         self.after_launch, self.places_after_launch = None, set()
-        if self.lends_buffer and not self.local and self.buffer is not None:
+        if self.lends_buffer and not self.local:
             self.buffer = None

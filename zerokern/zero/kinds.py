@@ -6,8 +6,8 @@ The one switch on kinds of tensors; everybody else asks `here_of` for the elemen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -23,8 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from zerokern.core.errors import StateError
 from zerokern.kernels.formats import BLOCK, blocks
 from zerokern.memory.here import Here
-from zerokern.memory.rest import Rest
 from zerokern.zero.sharded import Sharded, Spanned, known_shard
+from zerokern.zero.tiers import fetched
 
 __all__ = [
     "SLOTS",
@@ -39,15 +39,17 @@ __all__ = [
     "local_of",
     "over",
     "present",
-    "rest_of",
     "shardings_of",
     "shown_as",
     "splits_of",
     "take",
     "version_of",
+    "without_waiting",
 ]
 
 
+#: context manager: parameters are looked at as they are, and nobody waits for an update of them
+without_waiting = torch._C.DisableTorchFunctionSubclass
 Distributed: Any = DTensor  # the base of what takes the place of one
 SLOTS = tuple(DTensor.__slots__)  # where its object keeps what it consists of
 
@@ -79,28 +81,13 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-@contextmanager
-def present(tensor: Tensor, *, written: bool = False) -> Iterator[None]:
+def present(tensor: Tensor, *, written: bool = False) -> AbstractContextManager[None]:
     """Context manager that fetches the values of a piece or a gradient; `written`: they are stored afterwards.
 
     >>> with present(torch.ones(2)):
     ...     pass
     """
-    rest = rest_of(tensor)
-    if rest is None:
-        yield
-        return
-    with rest.used(changed=written):
-        yield
-
-
-def rest_of(tensor: Tensor) -> Rest | None:
-    """Returns where the values of a piece or a gradient rest while nobody uses them; None if in memory."""
-    own: Rest | None = getattr(tensor, "zk_rest", None)
-    if own is not None:
-        return own
-    shard = known_shard(tensor)
-    return None if shard is None else shard.rest
+    return fetched([tensor], written=[tensor] if written else ())
 
 
 def splits_of(tensor: Tensor) -> bool:
@@ -110,7 +97,7 @@ def splits_of(tensor: Tensor) -> bool:
     False
     """
     shard = known_shard(tensor)
-    return shard is not None and getattr(shard.sharding, "splits", False)
+    return shard is not None and bool(shard.sharding.splits)
 
 
 def is_divided(value: object) -> bool:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -26,11 +27,12 @@ from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.tier import DevicePool
 from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero import hooks
+from zerokern.zero.containers import mapped
 from zerokern.zero.kinds import Distributed, Placed, ShardedDTensor, here_of, is_placed, local_of, version_of
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.tiers import DiskCopier, DiskCopy
+from zerokern.zero.tiers import DiskCopier
 from zerokern.zero.units import Owner
 
 __all__ = [
@@ -68,6 +70,9 @@ class Gathered(nn.Parameter):
             self.copy_(value)
 
 
+_sharded_of = attrgetter("sharded_parameter")
+
+
 class _Absent:
     """Makes functions that are given this leaf get the user's parameter instead."""
 
@@ -79,7 +84,7 @@ class _Absent:
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return func(*_awake(args), **_awake(dict(kwargs or {})))
+        return func(*mapped(args, _sharded_of, _Absent), **mapped(dict(kwargs or {}), _sharded_of, _Absent))
 
 
 class ReleasedParameter(_Absent, Gathered):
@@ -124,16 +129,6 @@ def sharded_parameter_of(param: Tensor) -> nn.Parameter | None:
     return getattr(param, "sharded_parameter", None)
 
 
-def _awake(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.sharded_parameter if isinstance(value, _Absent) else value
-    if isinstance(value, dict):
-        return {key: _awake(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_awake, value))
-    return type(value)(map(_awake, value)) if isinstance(value, list | tuple) else value
-
-
 @dataclass
 class BucketEntry:
     """A parameter in its bucket; `full` is what modules compute with while it is gathered (stage 3).
@@ -152,6 +147,11 @@ class BucketEntry:
     def of(name: str, param: nn.Parameter, place: Piece) -> BucketEntry:
         here = here_of(param)
         return BucketEntry(name, param, torch.Size(here.sizes), place, here if isinstance(here, Placed) else None)
+
+    @property
+    def leaf(self) -> Any:
+        """What autograd meets: at stage 3 `full`, else the parameter itself."""
+        return self.param if self.full is None else self.full
 
     def show(self, local: Tensor) -> Tensor:
         """Returns a tensor of its shape as a DTensor, if the parameter is one."""
@@ -184,9 +184,9 @@ def gather_full(group: Group, shard_numel: int, place: Piece, placed: Placed | N
 class BucketMemory:
     """The memory of one bucket: this rank's `shard`, and `full`, which stage 3 allocates while it is gathered.
 
-    With a `rest` the shard has memory while it is used, and rests in another tier; on one rank it is all there is. With
-    a `host` the shard stays in host memory (`kept`), and a gather copies it to the compute device; or a `disk_copier`
-    copies it from where it rests.
+    `kept`: memory of the shard, if it has any by then. With a `rest` it has that while it is used, and rests in another
+    tier; on one rank it is all there is. With a `host` the shard stays in host memory, and a gather copies it to the
+    compute device; or a `disk_copier` copies it from where it rests.
     """
 
     recorder: SpanRecorder | None = None  # of the optimizer that steps it
@@ -225,12 +225,10 @@ class BucketMemory:
         else:
             self.full = pool.empty(bucket.padded_numel, self.dtype)
         self.own = alias(self.full, begin, (numel,))
-        if self.rest is not None:
-            self.shard = self.own if group.alone and disk_copier is None else self.rest.memory
-        elif kept is not None:
-            self.shard = kept
+        if self.full is kept or not self.sharded:
+            self.shard = self.own
         else:
-            self.shard = pool.empty(numel, self.dtype) if self.sharded else self.own
+            self.shard = pool.empty(numel, self.dtype) if kept is None else kept
         self._references = 0  # to the storage of `full`, from here
         self._views: list[Tensor] = []  # that are kept for whoever reads what autograd saved
         self._stays = False
@@ -310,32 +308,32 @@ class BucketMemory:
             self._fetched = False
             self.rest.leave()
 
-    def gather(self, full: Tensor | None = None) -> Handle:
-        """Gathers the shards of all ranks into `full`, the usual memory or another.
+    def gather(self) -> Handle:
+        """Gathers the shards of all ranks into `full`."""
+        handle = self.gather_into(self.full, self.own)
+        return handle if self.recorder is None else self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
 
-        A shard in host memory is copied to its own span first, while the device computes.
+    def gather_into(self, full: Tensor, own: Tensor) -> Handle:
+        """Gathers the shards of all ranks into this memory, of which `own` is this rank's part.
+
+        A shard in host memory is copied to that part first, while the device computes.
         """
-        handle = self._gather(full)
-        if self.recorder is None or full is not None:
-            return handle
-        return self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
-
-    def _gather(self, full: Tensor | None) -> Handle:
         if self.host is None:
-            return self.group.all_gather(self.full if full is None else full, self.shard)
-        own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
-        copy = self._lifted(own)
-        if self.group.alone or self.host.copies is None:
-            return Handle(copy.gate, copy.done, copy.gate)
+            return self.group.all_gather(full, self.shard)
+        copied = self._copied(self.host, own)
+        if self.group.alone:
+            return copied
+        assert self.host.copies is not None
         with self.host.copies.driver.aside("gather"):
-            copy.gate()
-            return self.group.all_gather(self.full if full is None else full)
+            copied.wait()
+            return self.group.all_gather(full)
 
-    def _lifted(self, own: Tensor) -> Copy | DiskCopy:
-        assert self.host is not None
+    def _copied(self, host: HostTier, own: Tensor) -> Handle:
+        """Starts to copy the shard to the device; a stream that waits for the handle waits for the copy."""
         if self.disk_copier is None:
-            self._reading = self.host.fetch(self.shard, own)
-            return self._reading
+            copy: Copy = host.fetch(self.shard, own)
+            self._reading = copy
+            return Handle(copy.gate, copy.done, copy.gate)
         assert self.rest is not None
         return self.disk_copier.start(self.rest, self._parts if own is self.own else self.disk_copier.parts(own))
 
@@ -382,7 +380,7 @@ class BucketMemory:
         """
         if self.sharded and self.shard is self.own:
             self.gathered = False
-        if self.rest is not None:
+        if self._fetched:
             self.let_go()
         if self.sharded and self.shard is not self.own:
             self.gathered = False
@@ -481,7 +479,7 @@ def _shard(entry: BucketEntry, memory: BucketMemory, shard: Shard) -> None:
     hooks.share_hooks(param, full)
     local = shard.piece.detach()
     body = (Sharded if entry.placed is None else ShardedDTensor).of(local, shard.here, name=shard.name)
-    shard.rest = local.zk_rest = memory.rest
+    shard.piece.zk_rest = local.zk_rest = memory.rest
     body.gather_full = partial(gather_full, memory.group, memory.bucket.shard_numel, entry.place, entry.placed)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)

@@ -30,7 +30,6 @@ __all__ = [
     "Member",
     "Piece",
     "check_stage",
-    "imbalance",
     "partition",
     "shards_gradients",
     "shards_parameters",
@@ -324,22 +323,6 @@ def work_of(shape: Sequence[int], split: int = 1) -> int:
     width = shape[-1]
     small, large = sorted((math.prod(shape[:-1]) // split, width))
     return split * small * small * (2 * large + small)
-
-
-def imbalance(members: Sequence[Member], buckets: Sequence[Bucket]) -> float:
-    """How much more work than the average the rank with most has in updates of whole matrices.
-
-    >>> some = [Member(256, "float32", work=1), Member(256, "float32", work=2)]
-    >>> round(imbalance(some, partition(some, world=2)), 2)
-    0.33
-    """
-    loads: dict[int, int] = {}
-    for bucket in buckets:
-        for rank in range(bucket.world):
-            mine = sum(members[piece.param].work for piece in bucket.pieces(rank))
-            loads[rank] = loads.get(rank, 0) + mine
-    total = sum(loads.values())
-    return max(loads.values()) * len(loads) / total - 1.0 if total else 0.0
 
 
 STAGES = (0, 1, 2, 3)

@@ -18,7 +18,7 @@ from zerokern.core.errors import StateError
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.changed_spans import ChangedSpan, Take
-from zerokern.zero.kinds import Distributed
+from zerokern.zero.kinds import Distributed, without_waiting
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import leaves
@@ -26,7 +26,7 @@ from zerokern.zero.sharded_ops import METADATA
 from zerokern.zero.units import UnitSpec
 from zerokern.zero.watch import Watch
 
-__all__ = ["Publisher", "mark_updated", "mark_updating", "without_waiting"]
+__all__ = ["Publisher", "mark_updated", "mark_updating"]
 
 _ASKS_NO_VALUES = METADATA - {torch.Tensor.__format__, torch.Tensor.contiguous}
 _WRITTEN = (
@@ -95,10 +95,6 @@ def mark_updated(params: Sequence[Tensor]) -> None:
             param.__class__ = _UPDATED[type(param)]
 
 
-#: context manager: parameters are looked at as they are, and nobody waits for an update of them
-without_waiting = torch._C.DisableTorchFunctionSubclass
-
-
 class Publisher:
     """Shows updated buckets of one model to whoever reads its parameters.
 
@@ -116,7 +112,7 @@ class Publisher:
         self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         entries = [entry for memory in self._memories for entry in memory.entries]
-        self._read = [one.param if one.full is None else one.full for one in entries]
+        self._read = [one.leaf for one in entries]
         self._read_bodies = TensorBodies(self._read)
         shards = [shard_of(one) for one in self._read]
         self._pieces = Watch((shard.piece for shard in shards if shard is not None), memory=False)

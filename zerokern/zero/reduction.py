@@ -29,7 +29,7 @@ from zerokern.memory.interrupts import whole
 from zerokern.schedule.ranges import named
 from zerokern.zero import checks, hooks
 from zerokern.zero.gradients import WAITING, GradientBucket
-from zerokern.zero.publishing import without_waiting
+from zerokern.zero.kinds import without_waiting
 from zerokern.zero.runner import UnitRunner
 from zerokern.zero.units import RankGroups
 
@@ -137,7 +137,7 @@ class Reduction:
         """Notes that no gradient will arrive at this place in this pass."""
         self.joins_backward()
         bucket.inbox.absent.add(place)
-        bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
+        bucket.inbox.arrivals.task = hooks.NO_PASS  # fewer complete it than are expected
         if bucket.inbox.is_full and self._may_be_launched(bucket):
             self._complete(bucket)
 
@@ -225,12 +225,8 @@ class Reduction:
         if bucket.phase != WAITING:
             return
         bucket.spare_kept_gradients()
-        if bucket.buffer is not None:
-            bucket.open(bucket.buffer)
-        elif self.synchronizes and bucket.lends_buffer:
-            bucket.open(self.memory.lend(bucket))
-        else:
-            bucket.open(bucket.whole_buffer())
+        borrows = self.synchronizes and bucket.lends_buffer and bucket.buffer is None
+        bucket.open(self.memory.lend(bucket) if borrows else bucket.whole_buffer())
 
     def _launch(self, bucket: GradientBucket) -> None:
         self._open(bucket)

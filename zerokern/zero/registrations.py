@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import checks
 from zerokern.zero.hooks import in_backward
+from zerokern.zero.kinds import without_waiting
 from zerokern.zero.params import BucketEntry
-from zerokern.zero.publishing import without_waiting
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["Registration", "Registrations"]

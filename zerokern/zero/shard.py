@@ -19,7 +19,6 @@ from zerokern.comm import MeshGroups
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.kernels import join
 from zerokern.memory.here import Here
-from zerokern.memory.rest import Rest
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, here_of, is_divided, is_placed, over, present, take, version_of
 from zerokern.zero.partition import shards_parameters
@@ -92,7 +91,6 @@ class Shard:
 
     team: Any = None
     _stages = 1  # of a pipeline, that have copies of it
-    rest: Rest | None = None  # where the piece's values are while nobody uses them
     materialized: Any = None  # while it is whole in the user's object (stage 3)
     leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
     place = 0  # among the parameters of its gradient bucket
@@ -100,7 +98,7 @@ class Shard:
     #: users' hooks on the accumulation of a gradient, by handle: they are called when it has been reduced
     after_reduction: dict[int, Callable[[Tensor], None]]
     _before: dict[int, Callable[[Tensor], None]]  # those that there were before zk.shard; their handles know this
-    _gradients: weakref.ref[Any] | None = None
+    _gradients: Callable[[], Any] = staticmethod(lambda: None)  # a reference to the bucket, which the sharding keeps
     _sharding: Any = None  # a reference to it
     _copies = 1
     _initial: Tensor | None = None
@@ -122,11 +120,10 @@ class Shard:
         piece: Tensor,
         sharding: Any,
         initial: Tensor | None,
-        ranks: Any = None,
+        ranks: Any,
     ) -> Shard:
-        """Makes the shard of a parameter of zk.shard's. `ranks`: those that share it, where they are not those
-        of all of the model. `initial`: what rounding has lost of its values."""
-        ranks = sharding if ranks is None else ranks
+        """Makes the shard of a parameter of zk.shard's. `ranks`: those that share it. `initial`: what rounding has lost
+        of its values."""
         there = here_of(param)
         placed = there if isinstance(there, Placed) else None
         here = replace(there, group=ranks.team)
@@ -176,11 +173,11 @@ class Shard:
     @property
     def gradients(self) -> Any:
         """The bucket that its gradient is reduced in; None: zk.shard does not know it, or it was frozen then."""
-        return None if self._gradients is None else self._gradients()
+        return self._gradients()
 
     @gradients.setter
     def gradients(self, bucket: Any) -> None:
-        self._gradients = None if bucket is None else weakref.ref(bucket)  # the sharding keeps it
+        self._gradients = weakref.ref(bucket)
 
     @property
     def sharding(self) -> Any:
@@ -320,7 +317,7 @@ class Shard:
     def is_frozen_or_thawed(self) -> None:
         """Makes later gradients of a running pass be checked: the parameter was frozen or thawed."""
         if self.gradients is not None:
-            self.gradients.inbox.task = hooks.NO_PASS
+            self.gradients.inbox.arrivals.task = hooks.NO_PASS
 
     def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
         if grads[0] is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -34,7 +33,7 @@ from zerokern.zero.sharded_ops import (
     targets,
     written_arguments,
 )
-from zerokern.zero.tiers import by_rests, fetched
+from zerokern.zero.tiers import by_rests, fetched, rest_of
 
 __all__ = ["Sharded", "ShardedUseError", "SpanGradient", "Spanned", "known_shard", "leaves"]
 
@@ -146,7 +145,7 @@ class Sharded(torch.Tensor):
     @property
     def zk_rest(self) -> Rest | None:
         """Where `span` is while nobody uses it."""
-        return getattr(self.span, "zk_rest", None)
+        return rest_of(self.span)
 
     @property
     def start(self) -> int:
@@ -238,7 +237,7 @@ class Sharded(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             refuse("copy.deepcopy", self, "copy")
         self.settle()
-        with nullcontext() if self.zk_rest is None else self.zk_rest.used():
+        with fetched([self], written=()):
             memo[id(self)] = copied = self.like(self.span.clone(), self.dtype)
         return copied
 

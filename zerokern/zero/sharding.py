@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError, got
+from zerokern.core.errors import ShardError, StateError, got, whole_number
 from zerokern.kernels.flat import warm
 from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.heap import keep_freed, mmap_large_blocks
@@ -27,10 +27,10 @@ from zerokern.zero.changed_spans import Take
 from zerokern.zero.checks import check_policy
 from zerokern.zero.containers import cast_floats
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.kinds import local_of, version_of
+from zerokern.zero.kinds import local_of, version_of, without_waiting
 from zerokern.zero.params import BucketEntry, BucketMemory, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
-from zerokern.zero.publishing import Publisher, without_waiting
+from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.registrations import Registration
 from zerokern.zero.runner import UnitRunner
@@ -85,10 +85,10 @@ class Sharding:
         # the hooks of the root keep this; whatever else of the model calls it, or is referred to by it, does so weakly
         self._module = weakref.ref(module)
         self.stage, self.group = stage, group
-        self.op = checks.reduce(reduce)
+        averages = checks.reduce(reduce) == "mean"
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
-        checks.bucket_bytes(bucket_bytes)
+        whole_number("bucket_bytes", bucket_bytes, "a whole number of bytes from 1 on")
         order = check_tier(tier, stage)
         self.rests = rests_on(order, group.everyone)
         self._waits_for_updates = False
@@ -104,8 +104,7 @@ class Sharding:
         wrapped = {} if wrapper is None else wrapper.check(found)
         self.groups = groups(module, params, group, self.replicated)
         self.teams, ranks = self.groups.teams, self.groups.each[0]
-        # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
-        self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
+        self.everyone = ranks.everyone
         if not self.replicated:
             checks.refuse_max_norm(module, group.everyone)
         uncut = whole_of(whole, found)
@@ -129,7 +128,7 @@ class Sharding:
         with torch.no_grad():
             self._broadcast_buffers()
             self._fill_buckets(found, device, bucket_bytes, materialize, order, uncut)
-        self._hook_gradients()
+        self._hook_gradients(self.groups.losses if averages else None)
         self.groups.watch_gradients(self)
         self.wrapper = wrapper
         if wrapper is not None:  # within the hooks that follow
@@ -204,8 +203,7 @@ class Sharding:
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
         self._bodies = TensorBodies(self.zero_order)
         entries = [entry for memory in self.memories for entry in memory.entries]
-        self.entries = {id(entry.param): entry for entry in entries}
-        self.entries.update({id(entry.full): entry for entry in entries if entry.full is not None})
+        self.entries = {id(one): entry for entry in entries for one in (entry.param, entry.leaf)}
         self._unit_modules = [weakref.ref(unit.module) for unit in units]
         in_parts = not self.replicated and not shards_parameters(self.stage)
         self.publisher = Publisher(
@@ -221,15 +219,14 @@ class Sharding:
                 group.broadcast(flat).wait()
                 local_of(buffer).copy_(flat.view(buffer.dtype).view(local_of(buffer).shape))
 
-    def _hook_gradients(self) -> None:
-        by_name = {shard.name: shard for shard in self.shards}
+    def _hook_gradients(self, losses: int | None) -> None:
+        """`losses`: the number that a mean gradient is of; None: a sum."""
         self.gradient_buckets: list[GradientBucket] = []
         trained = [(one, self.policy.reduce_dtype or one.dtype) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
-        losses = self.groups.losses if self.op == "mean" else None
         for memory, dtype in trained:
-            shards = [by_name[entry.name] for entry in memory.entries]
+            shards = [self.shards[entry.place.param] for entry in memory.entries]
             bucket = kind(len(self.gradient_buckets), memory, shards, self.stage, dtype, losses)
             self.gradient_buckets.append(bucket)
             for number, (entry, shard) in enumerate(zip(memory.entries, shards, strict=True)):
@@ -239,8 +236,8 @@ class Sharding:
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.reduction = Reduction(self.gradient_buckets, self.groups.each, weakref.ref(self))
         for entry, shard in self._trained():
-            shard.take_arrived(entry.param if entry.full is None else entry.full)
-            if entry.full is not None:  # a Function can be given the parameter itself
+            shard.take_arrived(entry.leaf)
+            if entry.leaf is not entry.param:  # a Function can be given the parameter itself
                 self._nodes.append(shard.take_from_other_leaf(entry.param))
 
     def _hook_forwards(self, units: Sequence[UnitSpec]) -> None:

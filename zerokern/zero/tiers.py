@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokern.comm import Group
+from zerokern.comm import Group, Handle
 from zerokern.core.errors import got
 from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory import order as orders
@@ -29,7 +29,6 @@ from zerokern.zero.partition import Bucket, shards_parameters
 
 __all__ = [
     "DiskCopier",
-    "DiskCopy",
     "by_rests",
     "check_tier",
     "fetched",
@@ -37,6 +36,7 @@ __all__ = [
     "keep_driver",
     "own_name",
     "reserve",
+    "rest_of",
     "rests_in_turns",
     "rests_of",
     "rests_on",
@@ -128,31 +128,39 @@ def _reserve_on_disk(
     order: TierOrder, rests: Rests, driver: Any, rows: Iterable[tuple[Bucket, Wanted, dict[str, Any], str]]
 ) -> None:
     units: Counter[int] = Counter()
-    disk_copier = None
+    copied: dict[str, Any] = {}  # with what shards go on to the compute device
     if driver is not None:
         assert order.config is not None
         disk_copier = DiskCopier(driver, order.config.ring_nbytes, "zk.shard")
+        copied = {"disk_copier": disk_copier, "host": disk_copier.host}
     for bucket, (role, shape, dtype), room, kind in rows:
         if kind == "disk":
-            rest = room["rest"] = rests.make(role, shape.numel(), dtype)
+            rest = rests.make(role, shape.numel(), dtype)
+            room.update(rest=rest, kept=rest.memory, **copied)
             units[bucket.unit] += rest.nbytes
-            if disk_copier is not None:
-                room.update(disk_copier=disk_copier, host=disk_copier.host)
     largest = max(units.values())
     rests.pages.most_nbytes = 2 * largest  # of the unit that computes, and of the next
     rests.leaving_nbytes = max(rests.leaving_nbytes, GOING + largest)  # an update hands it over to its forward
 
 
+def rest_of(tensor: Any) -> Rest | None:
+    """Returns where the values of a piece or a gradient rest while nobody uses them; None if in memory.
+
+    >>> rest_of(torch.ones(2)) is None
+    True
+    """
+    return getattr(tensor, "zk_rest", None)
+
+
 def rests_of(tensors: Iterable[Any]) -> list[Rest]:
     """Returns where these rest, each place once."""
-    found = (getattr(one, "zk_rest", None) for one in tensors)
-    return list({id(rest): rest for rest in found if rest is not None}.values())
+    return list({id(rest): rest for rest in map(rest_of, tensors) if rest is not None}.values())
 
 
 @contextmanager
 def fetched(tensors: Iterable[Any], written: Iterable[Any]) -> Iterator[None]:
     """Context manager that fetches tensors that rest elsewhere; what is written to them is stored."""
-    resting = [one for one in tensors if getattr(one, "zk_rest", None) is not None]
+    resting = [one for one in tensors if rest_of(one) is not None]
     begun: list[Rest] = []
     try:
         for rest in rests_of(resting):
@@ -223,19 +231,12 @@ def _is_parallel(value: Any, length: int) -> bool:
 LARGEST = 16 << 20
 
 
-class DiskCopy:
-    """The ticket of one copy: nobody touches its target before `gate`, which raises what went wrong."""
+def _gate(future: Future[Copy]) -> None:
+    future.result().gate()
 
-    def __init__(self, future: Future[Copy]) -> None:
-        self._future = future
 
-    def gate(self) -> None:
-        """Makes the current stream wait for the copy; the host waits for the disk alone."""
-        self._future.result().gate()
-
-    def done(self) -> bool:
-        """Whether the copy has ended, or failed."""
-        return self._future.done() and (self._future.exception() is not None or self._future.result().done())
+def _has_ended(future: Future[Copy]) -> bool:
+    return future.done() and (future.exception() is not None or future.result().done())
 
 
 class DiskCopier:
@@ -256,12 +257,15 @@ class DiskCopier:
         """Returns a span of the device's memory in parts of one slot each."""
         return list(span.view(torch.uint8).split(self._slot_nbytes))
 
-    def start(self, rest: Rest, parts: Sequence[Tensor]) -> DiskCopy:
+    def start(self, rest: Rest, parts: Sequence[Tensor]) -> Handle:
         """Begins to copy what the caller has fetched into memory that the current stream no longer uses.
 
-        The caller lets the fetched shard go once the ticket has been waited for.
+        Nobody touches that memory before the handle has been waited for: the host waits for the disk alone, the current
+        stream for the copy. The caller lets the fetched shard go then.
         """
-        return DiskCopy(self._thread.submit(self._carry, rest, parts, self.copies.here()))
+        future = self._thread.submit(self._carry, rest, parts, self.copies.here())
+        gate = partial(_gate, future)
+        return Handle(gate, partial(_has_ended, future), gate)
 
     def _carry(self, rest: Rest, parts: Sequence[Tensor], ready: Copy) -> Copy:
         last = ready

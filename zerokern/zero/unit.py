@@ -21,7 +21,7 @@ from zerokern.comm import Handle, during
 from zerokern.core.errors import IoError, StateError
 from zerokern.schedule.ranges import named
 from zerokern.zero import hooks
-from zerokern.zero.kinds import present
+from zerokern.zero.kinds import here_of, present
 from zerokern.zero.params import BucketEntry, BucketMemory, mark_gathered, mark_released
 from zerokern.zero.registrations import Registration, Registrations
 from zerokern.zero.shard import shard_of
@@ -185,7 +185,7 @@ class Unit:
             for handle in handles:
                 with contextlib.suppress(IoError):
                     handle.wait()
-        if self._handles or self._in_place:
+        if self._handles:
             self._wait()
         self.registrations.register_sharded()
         self._is_lent = False
@@ -206,8 +206,7 @@ class Unit:
 
     def _wait_for_shard(self, memory: BucketMemory) -> None:
         """Where a shard cannot be fetched, nobody can gather it, and only this rank knows: tell the others why."""
-        if memory.rest is None:
-            return
+        assert memory.rest is not None
         try:
             memory.rest.wait()
         except Exception as error:
@@ -265,9 +264,7 @@ class Unit:
 
     @staticmethod
     def _keep(entry: BucketEntry, piece: Tensor) -> None:
-        shard, full = shard_of(entry.param), entry.full
-        assert shard is not None and full is not None
-        written = shard.here.cut(full).to(piece.device)
+        written = here_of(piece).cut(entry.full).to(piece.device)
         with present(piece, written=True):
             if written.data_ptr() == piece.data_ptr():  # one rank: it is there already
                 torch.autograd.graph.increment_version(piece)

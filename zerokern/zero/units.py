@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.comm import Group, MeshGroups
-from zerokern.core.errors import got, nearest
+from zerokern.core.errors import got, nearest, whole_number
 from zerokern.zero.kinds import is_placed, largest_local_numel, local_of
 from zerokern.zero.partition import Member, work_of
 
@@ -187,9 +187,7 @@ def check_split(split: object) -> int:
     >>> check_split(3)
     3
     """
-    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
-        raise ValueError(got("split", split, "a whole number of 1 or more"))
-    return split
+    return whole_number("split", split, "a whole number of 1 or more")
 
 
 def whole_of(whole: Whole, units: Sequence[UnitSpec]) -> dict[int, int]:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerokern.kernels.ops import fingerprints
 from zerokern.memory.addresses import TensorBodies
-from zerokern.zero.kinds import rest_of
+from zerokern.zero.tiers import rest_of
 
 __all__ = ["Watch", "prints_of"]
 

@@ -124,7 +124,7 @@ class Room:
             from zerokern.kernels.triton.ferry import ferry
 
             return [("Triton", ferry)]
-        return span_copies.CopyKernels.of(self.settings.device, self.batches).ways if self.batches is not None else []
+        return span_copies.ways_of(self.settings.device, self.batches) if self.batches is not None else []
 
 
 class EqualSpans:
