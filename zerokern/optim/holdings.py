@@ -149,7 +149,7 @@ class Holdings:
     @property
     def moves_on_disk(self) -> bool:
         """Whether an update reads and writes what rests on a disk, and so may fail on one rank alone."""
-        return self.disk is not None or any(getattr(one, "rests", None) is not None for one in self.shards.shardings)
+        return self.disk is not None or any(one.rests is not None for one in self.shards.shardings)
 
     @property
     def held(self) -> WatchedState:
@@ -251,12 +251,12 @@ class Holdings:
 
     def refuse_at_rest(self, groups: Groups) -> None:
         """Raises where updates are delayed, and parameters of the same models rest on a disk."""
-        if self.delays and any(getattr(one, "at_rest", False) for one in self._shardings(groups)):
+        if self.delays and any(one.at_rest for one in self._shardings(groups)):
             refuse_at_rest(self.schedule)
 
     def _splits(self, groups: Groups) -> bool:
         """Whether zk.shard may have put some of these parameters on the device, and others off it."""
-        return any(getattr(one, "splits", False) for one in self._shardings(groups))
+        return any(one.splits for one in self._shardings(groups))
 
     def _shardings(self, groups: Groups) -> list[Any]:
         """Returns what has sharded the models of these parameters."""

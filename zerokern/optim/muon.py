@@ -146,7 +146,7 @@ class Muon(FusedOptimizer):
         if (group := group_of(shard)) is None:
             return
         do = "stages 1 and 2 with whole= leave matrices whole"
-        if group.device.type != shard.piece.device.type or getattr(shard.sharding, "splits", False):
+        if group.device.type != shard.piece.device.type or shard.sharding.splits:
             what = f"parameters off {group.device}, of which stage 3 cuts {shard.name}"
             raise ValueError(got("tier of zk.shard", what, "'device' for matrices on GPUs, which exchange them", do))
 

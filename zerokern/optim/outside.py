@@ -177,7 +177,7 @@ def warn_of_second_update(
 def _which_gradient(grad: Tensor, shard: Any) -> tuple[Any, ...]:
     """Returns what tells a gradient from all later ones, also from those in the same memory or the same tensor."""
     version = 0 if grad.is_inference() else grad._version  # nobody counts what is written to those of inference mode
-    reduction = None if shard is None else getattr(shard.sharding, "reduction", None)
+    reduction = None if shard is None else shard.sharding.reduction
     if reduction is not None:
         return version, reduction.passes
     here = local_of(grad)

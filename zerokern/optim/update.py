@@ -153,7 +153,7 @@ class Update:
         """
         if self.decision.scale is None:
             return None
-        send = self._changes.send if getattr(part.sharding, "publishes_changes", False) else None
+        send = self._changes.send if part.sharding is not None and part.sharding.publishes_changes else None
         ticket = host.store(copies, ready, piece, send)
         if ticket is not None:
             last[:] = [ticket]
