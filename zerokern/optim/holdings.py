@@ -21,12 +21,13 @@ from zerokern.optim.changed import Changes
 from zerokern.optim.compute import DeviceCompute, RowTable
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
-from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory, on_disk_of
+from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, Location, LocationsOf
 from zerokern.optim.matrices import group_of
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
 from zerokern.optim.placing import Placing, check_whole
+from zerokern.optim.records import on_disk_of
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
