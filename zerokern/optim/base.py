@@ -220,12 +220,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not isinstance(param_group["params"], (Tensor, set)):
                 param_group["params"] = list(param_group["params"])
                 checks.group(param_group, _NOT_OF_GROUPS, self.defaults)
-            listed = param_group["params"]
-            given = [listed] if isinstance(listed, Tensor) else list(listed)
-            checks.real(given, len(getattr(self, "param_groups", ())))
-            self.holdings.refuse_at_rest([{"params": [one[1] if isinstance(one, tuple) else one for one in given]}])
-            self._algorithm.checked({**self.defaults, **param_group})
+            checks.real(param_group["params"], len(getattr(self, "param_groups", ())))
+            named, options = checks.listed(param_group["params"]), {**self.defaults, **param_group}
+            self.holdings.refuse_at_rest([{"params": [one for _, one in named]}])
+            self._check_params(named, options)
+            self._algorithm.checked(options)
         super().add_param_group(param_group)
+
+    def _check_params(self, named: Sequence[tuple[str, Any]], group: Mapping[str, Any]) -> None:
+        """Raises for parameters that the update rule is not for, each with the name that it was given. `group`: all of
+        their options."""
 
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

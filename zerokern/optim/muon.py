@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -30,9 +30,7 @@ def _refuse(group: Group) -> None:
     checks.steps_of_coefficients(group)
     if group["ns_form"] != "gram":
         return
-    given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-    for one in given:
-        param = one[1] if isinstance(one, tuple) else one
+    for _, param in checks.listed(group["params"]):
         checks.gram_form(group["ns_dtype"], on_cpu=param.device.type == "cpu" and not is_apart(param))
 
 
@@ -124,22 +122,15 @@ class Muon(FusedOptimizer):
     ) -> None:
         super().__init__(_some(params), locals())
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds matrices with their own hyperparameters; what is no matrix is refused."""
-        if isinstance(param_group, dict) and "params" in param_group:
-            listed = param_group["params"]
-            if not isinstance(listed, (Tensor, set)):
-                listed = param_group["params"] = list(listed)
-            given = [listed] if isinstance(listed, Tensor) else list(listed)
-            split = check_split({**self.defaults, **param_group}["split"])
-            for place, one in enumerate(given):
-                name, param = one if isinstance(one, tuple) else (f"params[{place}]", one)
-                shard = shard_of(param) if isinstance(param, Tensor) else None
-                if shard is not None:
-                    self._check_shard(shard, split)
-                elif isinstance(param, Tensor):
-                    check_matrix(name, param.shape, split, placed=is_placed(param))
-        super().add_param_group(param_group)
+    def _check_params(self, named: Sequence[tuple[str, Any]], group: Mapping[str, Any]) -> None:
+        split = check_split(group["split"])
+        for place, (name, param) in enumerate(named):
+            if not isinstance(param, Tensor):
+                continue  # torch refuses it
+            if (shard := shard_of(param)) is not None:
+                self._check_shard(shard, split)
+            else:
+                check_matrix(name or f"params[{place}]", param.shape, split, placed=is_placed(param))
 
     def _check_shard(self, shard: Shard, split: int) -> None:
         check_shard(shard, split)

@@ -259,7 +259,7 @@ class Shards:
     @property
     def are_decided_there(self) -> bool:
         """Whether steps are decided on the device that the parameters lie on, and no rank's host adds up."""
-        return not self.is_hosted and device.holds(self.updated)
+        return not self.is_hosted and bool(self.updated) and device.serves(self.updated[0].device)
 
     def listed(self, groups: Groups) -> dict[str, list[str]]:
         """Returns the names of the parameters that ranks share, by group. Of pieces each rank leaves out its own."""
