@@ -17,7 +17,6 @@ from zerokern.core.units import Piece
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
-from zerokern.optim.batches import RowBatch
 from zerokern.optim.beside import Beside
 from zerokern.optim.compute import Member, RowTable
 from zerokern.optim.formats import FormatKey
@@ -27,6 +26,7 @@ from zerokern.optim.records import RecordSpan
 from zerokern.optim.rounds import in_rounds
 from zerokern.optim.state import Row, StateTier
 from zerokern.optim.survey import Groups, Survey, same_objects
+from zerokern.optim.transit import RowBatch
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
 from zerokern.zero.kinds import rest_of
 from zerokern.zero.watch import Watch
