@@ -23,7 +23,7 @@ from zerokern.memory.interrupts import is_running, whole
 from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
 from zerokern.optim.accord import TORN, Accord
-from zerokern.optim.decide import Decision
+from zerokern.optim.decide import Decision, of_scaler
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
 from zerokern.optim.formats import Algorithm, as_saved
@@ -299,7 +299,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             zero_checks.refuse_materialized(shards.shards)
         shards.host.measures = self._max_grad_norm is not None or bool(shards.shardings or accord.party)
         done = False
-        unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        found_inf, grad_scale = of_scaler(self)
+        unscaled = found_inf is not None and grad_scale is None
         with whole("the step") if accord.in_company else nullcontext():  # which other ranks are in
             try:
                 self.runner.read_gradients(shards, unscaled=unscaled)
@@ -381,15 +382,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         if survey.params:
             decision.move(survey.device)  # parameters may be moved
+        found_inf, grad_scale = of_scaler(self)
         decision.ask(
             sums=sums,
             max_norm=self._max_grad_norm,
-            found_inf=getattr(self, "found_inf", None),
-            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=found_inf,
+            grad_scale=grad_scale,
             fold=shards.fold,
             total=shards.accord.total if shards.shardings or shards.accord.party else None,
             add_up=None if shards.stand_alone else shards.total_there,
-            reading=shards.host.reading if shards.is_hosted else None,
+            reading=shards.host.reading,
         )
 
     @torch._disable_dynamo

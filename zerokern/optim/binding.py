@@ -171,11 +171,7 @@ class Binding:
         survey = self.survey
         turn_of = {number: turn for turn, some in enumerate(self.turns) for number in some}
         stays = [i for i in range(len(survey.params)) if self._has_no_batch(i)]
-        found = [
-            (turn_of.get(survey.numbers[i], 0), (i, place))
-            for i in stays
-            for place in (survey.matrices[i] if survey.matrices else (None,))
-        ]
+        found = [(turn_of.get(survey.numbers[i], 0), (i, place)) for i in stays for place in self.tier.places(i)]
         return sorted(found, key=operator.itemgetter(0))
 
     def _has_no_batch(self, i: int) -> bool:

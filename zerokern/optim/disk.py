@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
+from zerokern.core.units import Piece
 from zerokern.memory import DevicePool, Ring, TierConfig, Wanted, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
@@ -408,13 +409,12 @@ class StateOnDisk(StateTier):
         cut = self.survey.matrices[i] if self.survey.matrices else ()  # rounds hang on records, other ranks' too
         return self._owners[i] is not None or any(is_cut(one) for one in cut)
 
-    def row(self, i: int, place: RecordSpan | Matrix | None, base: int) -> Row:
+    def row(self, i: int, place: RecordSpan | Matrix | Piece, base: int) -> Row:
         survey, owner = self.survey, self._owners[i]
         if id(survey.params[i]) in self.rows:
             return super().row(i, place, base)
         layout = survey.layouts[i]
-        start = 0 if place is None else place.start
-        pointers = {layout.param_column: survey.param_pointers[i] + start * layout.param_dtype.itemsize}
+        pointers = {layout.param_column: survey.param_pointers[i] + place.start * layout.param_dtype.itemsize}
         if isinstance(place, RecordSpan):
             for slot, offset in zip(place.slots, place.offsets, strict=True):
                 pointers.setdefault(slot.column, base + offset)

@@ -219,7 +219,7 @@ class Holdings:
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are copies in host memory."""
-        first = next((param for group in groups for param in group["params"] if param.requires_grad), None)
+        first = next((param for param in params_of(groups) if param.requires_grad), None)
         if first is None:
             return False
         self.refuse_at_rest(groups)
@@ -247,7 +247,7 @@ class Holdings:
     def refuse_early(self, groups: Groups) -> None:
         """Raises where state is to be placed by what is free on the device, before any gradient has come."""
         waits = self.placing.waits and self.hosting(groups) is not None and self.placing.there
-        if waits and all(param.grad is None for group in groups for param in group["params"]):
+        if waits and all(param.grad is None for param in params_of(groups)):
             raise StateError(_TOO_EARLY.format(tier=self.tier))
 
     def refuse_at_rest(self, groups: Groups) -> None:
@@ -273,7 +273,7 @@ class Holdings:
         if self.host.room is None:
             room = HostTier("norms that a device measures") if self.room is None else self.room
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
-        everyone = [param for group in groups for param in group["params"] if param.requires_grad]
+        everyone = [param for param in params_of(groups) if param.requires_grad]
         trained = next(filter(is_apart, everyone), everyone[0])
         self._check_whole(trained)
         if self.update == "device" and self._splits(groups):

@@ -45,7 +45,7 @@ _seen_version_of = attrgetter("seen_version")
 
 def sharded(groups: Groups) -> bool:
     """Whether any parameter is divided or replicated by zk.shard, or is a DTensor."""
-    return any(is_divided(param) or shard_of(param) is not None for group in groups for param in group["params"])
+    return any(is_divided(param) or shard_of(param) is not None for param in params_of(groups))
 
 
 class Shards:

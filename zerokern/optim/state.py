@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.core.units import BLOCK
+from zerokern.core.units import BLOCK, Piece
 from zerokern.kernels.formats import POINTERS
 from zerokern.memory import DevicePool, HostTier, Ring
 from zerokern.memory import Slot as Cell
@@ -409,8 +409,9 @@ class StateTier:
 
     def places(self, i: int) -> Sequence[Any]:
         """Returns what of a parameter are rows of their own: the places in records that hold its state, or, where it is
-        in memory, its matrices; None: all of it."""
-        return self.survey.matrices[i] if self.survey.matrices else (None,)
+        in memory, its matrices, or all of it."""
+        survey = self.survey
+        return survey.matrices[i] if survey.matrices else (Piece(i, 0, survey.numels[i], 0),)
 
     def has_records_of(self, i: int) -> bool:
         """Whether an update of a parameter passes records, or waits for what does."""
@@ -419,7 +420,7 @@ class StateTier:
     def row(self, i: int, place: Any, base: int) -> Row:
         """Returns the row of a place, whose record is at this address while it is updated."""
         found = self.rows[id(self.survey.params[i])]
-        return found if place is None else found.from_element(place.start)
+        return found if place.numel == self.survey.numels[i] else found.from_element(place.start)
 
     def fetch(self, record: Any, cell: Cell, after: Any) -> Any:
         """Starts to fetch a record into the cell; returns a ticket, or None where there is nothing to wait for."""
