@@ -20,7 +20,6 @@ from torch.optim.optimizer import ParamsT
 from zerokern.comm import during
 from zerokern.core.errors import StateError
 from zerokern.memory.interrupts import is_running, whole
-from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
 from zerokern.optim.accord import TORN, Accord
 from zerokern.optim.decide import Decision, of_scaler
@@ -101,7 +100,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
-        TierOrder.of("tier", given["tier"], auto=True)
         import_compiler()  # which torch's class asks for, below frames that know this optimizer
         self._furnish(given["tier"], given["schedule"], Decision(), given["group"], given["update"])
         self.max_grad_norm = given["max_grad_norm"]

@@ -279,9 +279,8 @@ def move_to_disk(disk: Disk, entries: Sequence[Checked]) -> list[Entry]:
     """Moves checked entries of any kind to new records; what lies on disk is read and written again."""
     made: list[Entry] = []
     for batch in _batches(entries):
-        owners = [owner for _, entry, _ in batch if (owner := on_disk_of(entry)) is not None]
-        tensors = iter(disk.read(owners) if owners else ())
-        full = [(p, e if on_disk_of(e) is None else _rest(e) | next(tensors), layout) for p, e, layout in batch]
+        read = in_memory(disk, {param: entry for param, entry, _ in batch})
+        full = [(param, read[param], layout) for param, _, layout in batch]
         mine = make_room(disk, full, {})
         mark_loaded(mine, full)
         write_entries(disk, mine, full)

@@ -334,7 +334,7 @@ def buckets_of(shards: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any
     """Yields the buckets of all models with the names of their spans, also those that none of the parts updates."""
     names = {id(part.bucket.memory): part.name for part in parts if part.bucket is not None}
     for index, sharding in enumerate(shards.shardings):
-        for number, memory in enumerate(sharding.memories if sharding.publisher is not None else ()):
+        for number, memory in enumerate(sharding.memories):
             yield sharding, memory, names.get(id(memory), f"bucket {number} of model {index}, not updated here")
 
 
