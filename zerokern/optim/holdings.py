@@ -231,7 +231,6 @@ class Holdings:
         if self.schedule == "sync" and self.rests_on_device:
             return False
         there = is_apart(first)
-        self._check_whole(first)
         if there and self.rests_on_device and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
@@ -239,10 +238,6 @@ class Holdings:
         if there and self.update == "device":
             refuse_delayed(self.schedule)
         return self.delays or (there and not self.rests_on_device)
-
-    def _check_whole(self, trained: Tensor) -> None:
-        if self.algorithm.whole:
-            check_whole(self.tier, self.update, apart=is_apart(trained))
 
     def refuse_early(self, groups: Groups) -> None:
         """Raises where state is to be placed by what is free on the device, before any gradient has come."""
@@ -275,20 +270,20 @@ class Holdings:
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
         everyone = [param for param in params_of(groups) if param.requires_grad]
         trained = next(filter(is_apart, everyone), everyone[0])
-        self._check_whole(trained)
-        if self.update == "device" and self._splits(groups):
+        there = self.placing.there = is_apart(trained)
+        if self.algorithm.whole:
+            check_whole(self.tier, self.update, apart=there)
+        if self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
-            raise ValueError(got("update", self.update, "'host'", do))
-        if self.algorithm.whole and self.disk is not None and self._splits(groups):
-            do = "zk.shard has put some of these parameters on the device, and others off it"
-            raise ValueError(got("tier", self.tier, "'device', 'cpu' or both, with budgets", do))
+            if self.update == "device":
+                raise ValueError(got("update", self.update, "'host'", do))
+            if self.algorithm.whole and self.disk is not None:
+                raise ValueError(got("tier", self.tier, "'device', 'cpu' or both, with budgets", do))
         self.host.reach(trained, measured=self.recorder is not None)
-        self.placing.there = is_apart(trained)
 
         def locations_of(new: Sequence[tuple[int, Tensor]]) -> list[Location]:
             divided = self._divided(groups, new)
             found: list[Location] = []
-            there = self.placing.there
             for (_, local), (kind, layout, nbytes) in zip(new, divided, strict=True):
                 self.placing.note(local, kind)
                 slots = None if kind == "disk" else layout.columns
