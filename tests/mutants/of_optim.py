@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "values_that_a_parameter_lost_count_after_a_write",
-        "zerokern/optim/state.py",
+        "zerokern/optim/formats.py",
         'kept.copy_(torch.where(_rounds_to(param, exact), split(exact, "split16")[1], 0))',
         'kept.copy_(split(exact, "split16")[1])',
         "A remainder begins with what rounding lost of other values than the parameter has.",
@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "masters_on_disk_do_not_follow_a_write",
-        "zerokern/optim/disk.py",
+        "zerokern/optim/records.py",
         "for place in self.places:\n            place.record.unsettled.add(place)",
         "for place in self.places[1:]:\n            place.record.unsettled.add(place)",
         "The first part of a master on disk does not follow what was written to its parameter.",
@@ -213,8 +213,8 @@ MUTANTS = (
     Mutant(
         "state_in_memory_loses_its_exact_beginning",
         "zerokern/optim/state.py",
-        "begin(param, slot, kept, None if self._exact is None else self._exact(param))",
-        "begin(param, slot, kept, None)",
+        "begin_master(param, slot, kept, None if self._exact is None else self._exact(param))",
+        "begin_master(param, slot, kept, None)",
         "Masters begin from what the parameter was rounded to.",
         ("tests/optim/test_placing.py", "tests/optim/test_shard_state.py"),
     ),

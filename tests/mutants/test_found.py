@@ -29,8 +29,7 @@ from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostTier, Rests, Wanted
 from zerokern.memory.here import Here
 from zerokern.optim.disk import records_to_fill
-from zerokern.optim.formats import Slot
-from zerokern.optim.state import begin
+from zerokern.optim.formats import Slot, begin_master
 from zerokern.schedule.passes import Prefetch, moves_before
 from zerokern.zero.shard import shard_of
 
@@ -323,7 +322,7 @@ def test_what_a_save_failed_with_is_raised_by_the_next_and_once(tmp_path: Path) 
 def test_a_remainder_begins_with_what_rounding_lost_of_the_value_that_is_there() -> None:
     param, exact = torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([1.0 + 2.0**-12, 5.0 + 2.0**-10])
     kept = torch.zeros(2, dtype=torch.int16)
-    begin(param, Slot("remainder", torch.int16, "param", "remainder"), kept, exact)
+    begin_master(param, Slot("remainder", torch.int16, "param", "remainder"), kept, exact)
     assert kept[0] and not kept[1]
 
 

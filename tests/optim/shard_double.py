@@ -24,6 +24,10 @@ SIZES = (1, 127, 128, 129, 1000, 0)  # some ranks own nothing of most of them
 class Divided:
     """Parameters as zk.shard leaves them at a stage, on one rank."""
 
+    rests = seen_versions = reduction = None
+    memories = gradient_buckets = ()
+    splits = at_rest = publishes_changes = False
+
     def __init__(
         self,
         group: Any,
@@ -100,7 +104,7 @@ class Divided:
         for grad in [param.grad for param in self.zero_order if param.grad is not None]:
             getattr(grad, "span", grad).mul_(factor)
 
-    def publish(self) -> None:
+    def publish(self, *_: Any) -> None:
         if self.fails:
             raise RuntimeError("a rank is gone")
         self.published += 1
@@ -111,6 +115,8 @@ class Divided:
         for param, home in zip(self.zero_order, self.shards, strict=True):
             torch.autograd.graph.increment_version(param)
             home.seen_version = param._version
+
+    begin_publishing = publish
 
     def values(self) -> list[Tensor]:
         """The parameters, whole, as all ranks know them."""

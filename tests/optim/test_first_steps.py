@@ -40,14 +40,14 @@ def test_state_that_did_not_begin_is_begun_by_the_next_step(
             if fails and step == 0:
                 calls = [0]
 
-                def begin(*given: Any, calls: list[int] = calls, begin: Any = state.begin) -> None:
+                def begin(*given: Any, calls: list[int] = calls, begin: Any = state.begin_master) -> None:
                     calls[0] += 1
                     if calls[0] == 2:
                         raise error("on the way")
                     begin(*given)
 
                 with monkeypatch.context() as patched:
-                    patched.setattr(state, "begin", begin)
+                    patched.setattr(state, "begin_master", begin)
                     with pytest.raises(error):
                         opt.step()
             opt.step()

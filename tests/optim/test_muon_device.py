@@ -19,7 +19,7 @@ from waiting_device import HostComputes
 from worlds import refusal, says
 
 from zerokern.core.errors import StateError
-from zerokern.optim import Muon, batches, matrices, matrix_table
+from zerokern.optim import Muon, matrices, matrix_table, transit
 from zerokern.optim.transit import SLOTS
 
 SHAPES = ((8, 8), (12, 20), (6, 5))
@@ -98,7 +98,7 @@ def test_every_tier_has_the_bits_of_state_on_the_gpu(
     more: dict[str, Any], state_format: str, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The products are the GPU's on both sides. Matrices share pieces of so many bytes, few or all."""
-    monkeypatch.setattr(batches, "_LEAST_OF_MATRICES", bound)
+    monkeypatch.setattr(transit, "_LEAST_OF_MATRICES", bound)
     settings = {"state_format": state_format, "max_grad_norm": 1.0}
     left, there = muons_on_gpu(settings, BF16)
     right, here = muons_on_gpu({**settings, **more}, BF16)
@@ -216,7 +216,7 @@ def test_small_matrices_stream_together(
 ) -> None:
     """Through few slots, by few copies, in the iterations of state on the device, with the bits of that."""
     if bound is not None:
-        monkeypatch.setattr(batches, "_LEAST_OF_MATRICES", bound)
+        monkeypatch.setattr(transit, "_LEAST_OF_MATRICES", bound)
     shapes = ((16, 24), (24, 16), (16, 24)) * 4 + ((80, 96),) + ((16, 24), (16, 16)) * 6
     straight = make_params(shapes, dtype)
     params = [device.own(nn.Parameter(param.detach().clone())) for param in straight]

@@ -19,7 +19,7 @@ from worlds import World, alone
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.kernels.cpu import UpdateTable
-from zerokern.optim import batches
+from zerokern.optim import transit
 
 ROLES = ("host parameters", "host gradients", "shadow", "remainder", "exp_avg", "exp_avg_sq")
 STREAMS = {"update": "device"}
@@ -89,7 +89,7 @@ def test_what_stays_on_a_device_was_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """What crosses the link and comes from the disk in a step, and what lies where."""
-    monkeypatch.setattr(batches, "_LEAST", 8192)
+    monkeypatch.setattr(transit, "_LEAST", 8192)
     alone(as_planned, stage, budgets, schedule, settings, tier(), played)
 
 

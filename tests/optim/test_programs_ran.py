@@ -20,7 +20,7 @@ from worlds import World, alone, built, on_threads
 import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.optim import batches
+from zerokern.optim import transit
 from zerokern.optim.hosted import HostCopies
 from zerokern.planner import forecast
 from zerokern.planner.forecast import step_program
@@ -128,7 +128,7 @@ def _every_bucket_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
 @each("stage", [1, 2, 3])
 def test_every_op_of_an_update_that_streams(stage: int, submitted: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the device, in several pieces of each unit; and the program is the one that a plan predicts with."""
-    monkeypatch.setattr(batches, "_LEAST", 60000)
+    monkeypatch.setattr(transit, "_LEAST", 60000)
     device = HostComputes()
     row = Row(f"stage {stage}", "bf16", "often", steps=STEPS, formats=(("update", "device"),))
     (runs,) = alone(ran, row, "overlap", submitted, device)

@@ -14,8 +14,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
 from zerokern.optim import AdamW
-from zerokern.optim.formats import Slot
-from zerokern.optim.state import begin
+from zerokern.optim.formats import Slot, begin_master
 from zerokern.zero.sharded import Sharded
 
 STAGES = (0, 1, 3)
@@ -67,7 +66,7 @@ def test_a_value_that_24_bits_round_up_begins_in_the_next_bf16() -> None:
     kept = torch.zeros(3, dtype=torch.int8)
     param = split(upper, "split16")[0]
     assert param[0] == 1.0
-    begin(param, Slot("remainder", torch.int8, "param", "remainder"), kept, upper)
+    begin_master(param, Slot("remainder", torch.int8, "param", "remainder"), kept, upper)
     assert same_bits([join(param, kept)], [join(*split(upper, "split8"))]) and param[0] > 1.0
 
 

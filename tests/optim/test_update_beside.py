@@ -19,7 +19,7 @@ import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.played_units import PlayedUnits
-from zerokern.optim import batches, beside
+from zerokern.optim import beside, transit
 from zerokern.schedule.recorder import Event, Recorder
 from zerokern.zero.shard import shard_of
 
@@ -30,7 +30,7 @@ SLOW_GB_S = 1e-3  # that of the second block below, 41 kB: 41 ms
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces of each unit."""
-    monkeypatch.setattr(batches, "_LEAST", 60000)
+    monkeypatch.setattr(transit, "_LEAST", 60000)
 
 
 class Chain(torch.nn.Module):
@@ -165,7 +165,7 @@ def test_gradients_are_written_when_they_have_been_read(
     stage: int, edit: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is done to them after step(), the update is of what they were then; and so is the state."""
-    monkeypatch.setattr(batches, "_LEAST", 8192)
+    monkeypatch.setattr(transit, "_LEAST", 8192)
     ((values, seen),) = alone(trained, stage, "device", edit, SLOW_GB_S)
     ((expected, before),) = alone(trained, stage, "host", edit, None)
     assert same_bits(values, expected) and same_bits(seen, before)

@@ -19,13 +19,13 @@ import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.kernels.triton.table import DeviceTable
-from zerokern.optim import batches, beside
+from zerokern.optim import beside, transit
 
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces, also of what tests have."""
-    monkeypatch.setattr(batches, "_LEAST", 8192)
+    monkeypatch.setattr(transit, "_LEAST", 8192)
 
 
 @each("schedule", ["sync", "overlap"])

@@ -23,7 +23,7 @@ from waiting_device import played
 from worlds import World, built, on_threads
 
 import zerokern as zk
-from zerokern.optim import batches
+from zerokern.optim import transit
 from zerokern.optim.rounds import Round
 from zerokern.planner.forecast import NO_OFFLOAD, step_program
 from zerokern.planner.matrices import MatrixShape
@@ -359,7 +359,7 @@ class TestPlanned:
         self, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """To the byte: some share pieces, beside one that is too large for that."""
-        monkeypatch.setattr(batches, "_LEAST_OF_MATRICES", 1 << 20)
+        monkeypatch.setattr(transit, "_LEAST_OF_MATRICES", 1 << 20)
         widths = (300, 350, 300, 3000, 320, 350, 200)
         model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(width, 256, bias=False) for width in widths)})
         model = model.to(torch.bfloat16)

@@ -43,7 +43,7 @@ from zero_cases import Block
 import zerokern as zk
 from zerokern.io import Store
 from zerokern.io import tier as tiers
-from zerokern.optim import batches
+from zerokern.optim import transit
 from zerokern.zero.sharded import Sharded
 
 WIDTH, STEPS, BROKEN, SAVED_AFTER = 10, 5, 2, 3
@@ -259,8 +259,8 @@ def small_rings(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(tiers, "Store", open_store)
     patch.setattr(tiers, "LEAST_RING", 1)
-    patch.setattr(batches, "_LEAST", 8192)
-    patch.setattr(batches, "_LEAST_OF_MATRICES", 3000)
+    patch.setattr(transit, "_LEAST", 8192)
+    patch.setattr(transit, "_LEAST_OF_MATRICES", 3000)
 
 
 def tier_of(name: str, folder: Path, ring: str = "32K") -> Any:

@@ -18,11 +18,11 @@ from torch import Tensor
 from zerokern.checkpoint.storage import Column
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.disk import Disk, OnDisk, RecordReader, all_on_disk, on_disk_of
+from zerokern.optim.disk import Disk, RecordReader, all_on_disk
 from zerokern.optim.exchange import forget, install, make_ready, merged_groups, take_over
 from zerokern.optim.formats import Layout, is_coded
 from zerokern.optim.parts import needed_first
-from zerokern.optim.records import state_span
+from zerokern.optim.records import OnDisk, on_disk_of, state_span
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, NOT_DELAYED, PENDING
 from zerokern.optim.state import Entry

@@ -31,8 +31,8 @@ from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
 from zerokern.memory.here import Here, write_items
 from zerokern.memory.stream import Record
-from zerokern.optim.disk import OnDisk, RecordReader
-from zerokern.optim.records import RecordSpan
+from zerokern.optim.disk import RecordReader
+from zerokern.optim.records import OnDisk, RecordSpan
 
 __all__ = ["Column", "SavePlanner", "write_checkpoint", "write_data"]
 

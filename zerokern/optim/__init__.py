@@ -3,8 +3,7 @@
 from zerokern.optim.chained import ChainedOptimizer
 from zerokern.optim.clip import clip_grad_norm_
 from zerokern.optim.formats import convert_state
-from zerokern.optim.muon import Muon
-from zerokern.optim.muon_groups import muon_groups
+from zerokern.optim.muon import Muon, muon_groups
 from zerokern.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 
 __all__ = [

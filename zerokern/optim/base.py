@@ -20,10 +20,9 @@ from torch.optim.optimizer import ParamsT
 from zerokern.comm import during
 from zerokern.core.errors import StateError
 from zerokern.memory.interrupts import is_running, whole
-from zerokern.memory.order import TierOrder
 from zerokern.optim import checks, device
 from zerokern.optim.accord import TORN, Accord
-from zerokern.optim.decide import Decision
+from zerokern.optim.decide import Decision, of_scaler
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.exchange import take_over
 from zerokern.optim.formats import Algorithm, as_saved
@@ -100,7 +99,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
-        TierOrder.of("tier", given["tier"], auto=True)
         import_compiler()  # which torch's class asks for, below frames that know this optimizer
         self._furnish(given["tier"], given["schedule"], Decision(), given["group"], given["update"])
         self.max_grad_norm = given["max_grad_norm"]
@@ -219,12 +217,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not isinstance(param_group["params"], (Tensor, set)):
                 param_group["params"] = list(param_group["params"])
                 checks.group(param_group, _NOT_OF_GROUPS, self.defaults)
-            listed = param_group["params"]
-            given = [listed] if isinstance(listed, Tensor) else list(listed)
-            checks.real(given, len(getattr(self, "param_groups", ())))
-            self.holdings.refuse_at_rest([{"params": [one[1] if isinstance(one, tuple) else one for one in given]}])
-            self._algorithm.checked({**self.defaults, **param_group})
+            checks.real(param_group["params"], len(getattr(self, "param_groups", ())))
+            named, options = checks.listed(param_group["params"]), {**self.defaults, **param_group}
+            self.holdings.refuse_at_rest([{"params": [one for _, one in named]}])
+            self._check_params(named, options)
+            self._algorithm.checked(options)
         super().add_param_group(param_group)
+
+    def _check_params(self, named: Sequence[tuple[str, Any]], group: Mapping[str, Any]) -> None:
+        """Raises for parameters that the update rule is not for, each with the name that it was given. `group`: all of
+        their options."""
 
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -294,7 +296,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             zero_checks.refuse_materialized(shards.shards)
         shards.host.measures = self._max_grad_norm is not None or bool(shards.shardings or accord.party)
         done = False
-        unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        found_inf, grad_scale = of_scaler(self)
+        unscaled = found_inf is not None and grad_scale is None
         with whole("the step") if accord.in_company else nullcontext():  # which other ranks are in
             try:
                 self.runner.read_gradients(shards, unscaled=unscaled)
@@ -376,15 +379,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         if survey.params:
             decision.move(survey.device)  # parameters may be moved
+        found_inf, grad_scale = of_scaler(self)
         decision.ask(
             sums=sums,
             max_norm=self._max_grad_norm,
-            found_inf=getattr(self, "found_inf", None),
-            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=found_inf,
+            grad_scale=grad_scale,
             fold=shards.fold,
             total=shards.accord.total if shards.shardings or shards.accord.party else None,
             add_up=None if shards.stand_alone else shards.total_there,
-            reading=shards.host.reading if shards.is_hosted else None,
+            reading=shards.host.reading,
         )
 
     @torch._disable_dynamo

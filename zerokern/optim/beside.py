@@ -20,13 +20,12 @@ from zerokern.memory import HostTier
 from zerokern.memory import Slot as Cell
 from zerokern.memory.copies import Copy
 from zerokern.optim import device
-from zerokern.optim.batches import RowBatch, pieces_of, whole_pieces
 from zerokern.optim.compute import Member, RowTable
 from zerokern.optim.hosted import HostCopies
 from zerokern.optim.matrices import is_cut
 from zerokern.optim.state import Row, pointer_words, room_of
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.transit import SLOTS, Passage, Transit
+from zerokern.optim.transit import SLOTS, Passage, RowBatch, Transit, pieces_of, whole_pieces
 
 __all__ = ["Beside"]
 

@@ -17,7 +17,6 @@ from zerokern.core.units import Piece
 from zerokern.memory import Rest, Ring, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.ring import DeferredSignals
-from zerokern.optim.batches import RowBatch
 from zerokern.optim.beside import Beside
 from zerokern.optim.compute import Member, RowTable
 from zerokern.optim.formats import FormatKey
@@ -27,6 +26,7 @@ from zerokern.optim.records import RecordSpan
 from zerokern.optim.rounds import in_rounds
 from zerokern.optim.state import Row, StateTier
 from zerokern.optim.survey import Groups, Survey, same_objects
+from zerokern.optim.transit import RowBatch
 from zerokern.schedule.recorder import Recorder, UpdateRecorder
 from zerokern.zero.tiers import rest_of
 from zerokern.zero.watch import Watch
@@ -171,11 +171,7 @@ class Binding:
         survey = self.survey
         turn_of = {number: turn for turn, some in enumerate(self.turns) for number in some}
         stays = [i for i in range(len(survey.params)) if self._has_no_batch(i)]
-        found = [
-            (turn_of.get(survey.numbers[i], 0), (i, place))
-            for i in stays
-            for place in (survey.matrices[i] if survey.matrices else (None,))
-        ]
+        found = [(turn_of.get(survey.numbers[i], 0), (i, place)) for i in stays for place in self.tier.places(i)]
         return sorted(found, key=operator.itemgetter(0))
 
     def _has_no_batch(self, i: int) -> bool:

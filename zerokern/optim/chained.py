@@ -16,8 +16,9 @@ from zerokern.core.errors import got
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.clip import clip_grad_norm_
+from zerokern.optim.decide import of_scaler
+from zerokern.optim.shards import sharded
 from zerokern.optim.survey import names_of, params_of
-from zerokern.zero.kinds import is_divided
 from zerokern.zero.shard import shard_of
 
 if TYPE_CHECKING:
@@ -143,13 +144,12 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of each optimizer, of all or of none; returns what `closure` returns."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        params = [param for group in self.param_groups for param in group["params"]]
+        (found_inf, grad_scale), groups = of_scaler(self), self.param_groups
         self._grad_norm = None
-        if self.max_grad_norm is not None or self._group is not None or any(map(_is_of_ranks, params)):
+        if self.max_grad_norm is not None or self._group is not None or sharded(groups):
             scale = 1.0 if grad_scale is None else float(grad_scale)
             limit = math.inf if self.max_grad_norm is None else self.max_grad_norm * scale
-            norm = clip_grad_norm_(params, limit, group=self._group)
+            norm = clip_grad_norm_(params_of(groups), limit, group=self._group)
             broken = torch.isfinite(norm).logical_not().to(torch.float32)
             if found_inf is None and grad_scale is None:
                 grad_scale = 1.0  # with None gradients would count as rewritten by GradScaler.unscale_
@@ -296,10 +296,6 @@ def unchained(opts: Any) -> list[torch.optim.Optimizer]:
     if isinstance(opts, Sequence):
         return [one for opt in opts for one in unchained(opt)]
     return [] if opts is None else [opts]
-
-
-def _is_of_ranks(param: Tensor) -> bool:
-    return shard_of(param) is not None or is_divided(param)
 
 
 def _step_as_one(opt: FusedOptimizer, found_inf: Any, grad_scale: Any, limit: float | None) -> None:

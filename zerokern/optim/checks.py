@@ -171,11 +171,27 @@ def ns_steps(name: str, value: Any) -> int:
     return value
 
 
+def listed(params: Any) -> list[tuple[str, Any]]:
+    """Returns the parameters of a group, a tensor or several, each with the name that it was given, if any.
+
+    >>> listed(torch.ones(1)), listed([("bias", torch.ones(1)), torch.ones(2)])
+    ([('', tensor([1.]))], [('bias', tensor([1.])), ('', tensor([1., 1.]))])
+    """
+    given = [params] if isinstance(params, Tensor) else params
+    return [one if isinstance(one, tuple) else ("", one) for one in given]
+
+
 def hints(group: dict[str, Any]) -> None:
     """Raises for torch's keywords that would mean something else here; `fused` is what these optimizers are."""
     for name, reason in _REFUSED.items():
-        if group.get(name) and not (name == "capturable" and device.holds(group.get("params", ()))):
+        if group.get(name) and not (name == "capturable" and _is_captured(group.get("params", ()))):
             raise ValueError(got(name, group[name], "None or False", reason))
+
+
+def _is_captured(params: Any) -> bool:
+    """Whether steps of these parameters, which lie on one device, can go into a CUDA graph."""
+    first = next((one for _, one in listed(params)), None)
+    return isinstance(first, Tensor) and device.serves(first.device)
 
 
 def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups: Collection[str]) -> None:
@@ -189,9 +205,8 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups
         if meant is not None:
             do = "Keys of your own may have any name that is not so close to an option"
             raise ValueError(got(f"param_group[{name!r}]", given[name], f"spelt {meant!r}", do))
-    tensors = [param[1] if isinstance(param, tuple) else param for param in given["params"]]
     seen: dict[int, int] = {}
-    for index, tensor in enumerate(tensors):
+    for index, (_, tensor) in enumerate(listed(given["params"])):
         if type(tensor).__module__ == "numpy":  # an array, or the rows or numbers of one
             do = "torch.nn.Parameter(torch.from_numpy(array)) is one over the same memory"
             raise TypeError(got("params", "what numpy made", "torch.nn.Parameters", do))
@@ -214,10 +229,9 @@ def real(params: Sequence[Any], group: int) -> None:
     TypeError: param_groups[0]['params'][0].dtype=torch.complex64: must be torch.float32, torch.bfloat16 or \
 torch.float16. Train torch.view_as_real(...) of it, a real parameter with a last dimension of 2
     """
-    for index, param in enumerate(params):
-        tensor = param[1] if isinstance(param, tuple) else param
+    for index, (said, tensor) in enumerate(listed(params)):
         if isinstance(tensor, Tensor) and tensor.is_complex() and tensor.requires_grad:
-            name = repr(param[0]) if isinstance(param, tuple) else f"param_groups[{group}]['params'][{index}]"
+            name = repr(said) if said else f"param_groups[{group}]['params'][{index}]"
             do = "Train torch.view_as_real(...) of it, a real parameter with a last dimension of 2"
             raise TypeError(got(f"{name}.dtype", tensor.dtype, DTYPES_TEXT, do))
 

@@ -34,8 +34,7 @@ __all__ = ["DeviceCompute", "Member", "RowTable", "TableGroup"]
 
 _OUT = POINTERS.index("out")
 Member = tuple[int, Any]
-"""A row: the parameter's place in the survey, and the `RecordSpan`, `Piece` or `Matrix` that it is; None: all of a
-parameter in memory."""
+"""A row: the parameter's place in the survey, and the `RecordSpan`, `Piece` or `Matrix` that it is."""
 
 
 def _master_of(row: Row) -> Tensor | None:
@@ -94,10 +93,9 @@ class RowTable:
             table: Any = MatrixTable(self._open_table, parts)
         else:
             table = self._open_table(len(rows), len(made))
-        index, starts = [i for i, _ in members], [0 if place is None else int(place.start) for _, place in members]
+        index, starts = [i for i, _ in members], [int(place.start) for _, place in members]
         table.columns["group"][:] = group_of
-        numels = (survey.numels[i] if place is None else place.numel for i, place in members)
-        table.columns["numel"][:] = array("Q", numels)
+        table.columns["numel"][:] = array("Q", [place.numel for _, place in members])
         table.columns["key"][:] = array("Q", map(survey.numbers.__getitem__, index))
         table.columns["first"][:] = array("Q", map(operator.add, map(survey.firsts.__getitem__, index), starts))
         for name, words in zip(POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):

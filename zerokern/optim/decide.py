@@ -14,7 +14,7 @@ from zerokern.core.errors import warn
 from zerokern.optim import checks
 from zerokern.optim.device import refuse_capture
 
-__all__ = ["Decision"]
+__all__ = ["Decision", "kept", "of_scaler"]
 
 IN_A_ROW = 10  # steps that change nothing before a warning says so
 _SKIPPED = (
@@ -25,6 +25,17 @@ _SKIPPED = (
 
 Total = Callable[..., float]  # (sums, *, skip: bool)
 AddUp = Callable[[Sequence[Tensor], Tensor, Tensor | None], None]
+
+
+def kept(value: Any) -> Callable[[], Any]:
+    """Returns a function that returns what a number is now, in host memory."""
+    now = value.detach().clone().cpu() if isinstance(value, Tensor) else value
+    return lambda: now
+
+
+def of_scaler(opt: Any) -> tuple[Any, Any]:
+    """Returns what torch.amp.GradScaler has told an optimizer of the step at hand: `found_inf` and `grad_scale`."""
+    return getattr(opt, "found_inf", None), getattr(opt, "grad_scale", None)
 
 
 class Decision:
@@ -95,7 +106,7 @@ class Decision:
         fold: float | Tensor = 1.0,
         total: Total | None = None,
         add_up: AddUp | None = None,
-        reading: Callable[[Any], Callable[[], Any]] | None = None,
+        reading: Callable[[Any], Callable[[], Any]] = kept,
     ) -> None:
         """What is to be decided next, from numbers or tensors as torch.amp.GradScaler hands them in.
 
@@ -107,8 +118,7 @@ class Decision:
         if self.device is not None:
             self._ask_there(max_norm, found_inf, grad_scale, fold, add_up)
             return
-        read = _kept if reading is None else reading
-        self._asked = read(found_inf), read(grad_scale), read(fold), sums, max_norm, total
+        self._asked = reading(found_inf), reading(grad_scale), reading(fold), sums, max_norm, total
         self.known = False
 
     def _decide(self) -> float | None:
@@ -176,9 +186,3 @@ class Decision:
 def _why(found_inf: bool, norm: float | None, loss_scale: Any) -> str:
     said = "the GradScaler found an infinity or NaN" if found_inf else f"their norm is {norm}"
     return said if loss_scale is None else f"{said}, with a loss scale of {float(loss_scale):g}"
-
-
-def _kept(value: Any) -> Callable[[], Any]:
-    kept = value.detach().clone() if isinstance(value, Tensor) else value
-    kept = kept.cpu() if isinstance(kept, Tensor) else kept
-    return lambda: kept

@@ -30,14 +30,6 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def holds(params: Any) -> bool:
-    """Whether the first of a group's parameters, named or not, is on such a device."""
-    listed = [params] if isinstance(params, Tensor) else list(params)
-    first = listed[0] if listed else None
-    first = first[1] if isinstance(first, tuple) else first
-    return isinstance(first, Tensor) and serves(first.device)
-
-
 def refuse_capture(device: torch.device) -> None:
     """Raises while a CUDA graph is captured: state that is made in one would be made again at every replay."""
     if capturing(device):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
-from zerokern.kernels.formats import BLOCK
+from zerokern.core.units import Piece
 from zerokern.memory import DevicePool, Ring, TierConfig, Wanted, flowing
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
@@ -19,148 +19,14 @@ from zerokern.memory.ring import DeferredSignals
 from zerokern.memory.stream import SLOTS, Record, Stream, slot_nbytes_of
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout
 from zerokern.optim.matrices import Matrix, is_cut
-from zerokern.optim.records import LEAST_SLOT, RecordSpan, StateSpan, records_of, state_span
-from zerokern.optim.state import (
-    Checked,
-    Entry,
-    Exact,
-    Row,
-    StateTier,
-    begin,
-    check_entries,
-    exact_of,
-    make,
-    pointer_words,
-)
+from zerokern.optim.records import LEAST_SLOT, OnDisk, RecordSpan, StateSpan, on_disk_of, records_of, state_span
+from zerokern.optim.state import Checked, Entry, Exact, Row, StateTier, check_entries, make, pointer_words
 from zerokern.optim.survey import Groups, names_of
-from zerokern.zero.kinds import present
 
-__all__ = ["Disk", "OnDisk", "RecordReader", "StateOnDisk", "check_slots", "records_to_fill"]
+__all__ = ["Disk", "RecordReader", "StateOnDisk", "check_slots", "records_to_fill"]
 
-_PIECE = 1 << 18  # elements that are rounded at once
 _BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
 _CHANGED = "the optimizer has stepped, or was loaded, since its state was described for saving; save it again"
-
-
-class OnDisk:
-    """Stands in `optimizer.state` for one parameter's tensors on disk; `state_dict` reads them.
-
-    `initial`: what moments begin with. `first`: keys of moments that are yet to start from the gradient. `kept`:
-    remainders were loaded that are not all zero. `exact`: what is kept of the fp32 values that the parameter began
-    with, for places yet to begin.
-    """
-
-    __slots__ = ("disk", "exact", "first", "initial", "kept", "layout", "param", "places", "shape", "slots")
-
-    def __init__(self, disk: object, param: Tensor, layout: Layout) -> None:
-        self.disk, self.param, self.layout, self.shape = disk, param, layout, param.shape
-        self.slots = layout.columns
-        self.initial, self.kept = 0.0, False
-        self.first: frozenset[str] = frozenset()
-        self.exact: Tensor | None = None
-        self.places: list[RecordSpan] = []
-
-    @property
-    def has_master(self) -> bool:
-        return any(slot.column in ("master", "remainder") for slot in self.slots)
-
-    @property
-    def dropped(self) -> bool:
-        return any(place.record.dropped for place in self.places)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.described().values())
-
-    def fits(self, disk: object, param: Tensor, layout: Layout) -> bool:
-        """Whether this is the state of that parameter as it is now, so that nothing is left to check."""
-        same = self.disk is disk and self.param is param and self.layout is layout and self.shape == param.shape
-        return same and not self.dropped
-
-    def described(self) -> dict[str, Tensor]:
-        """Returns tensors without memory that have the dtypes and shapes of those on disk."""
-        numel = self.shape.numel()
-        shapes = {"param": self.shape, "blocks": torch.Size([-(-numel // BLOCK)])}
-        return {s.key: torch.empty(shapes[s.extent], dtype=s.dtype, device="meta") for s in self.slots}
-
-    def begin_anew(self, *, loaded: bool) -> bool:
-        """Marks masters to be made from the parameter when they are next fetched. Returns whether that drops loaded
-        remainders."""
-        for place in self.places:
-            place.record.unsettled.add(place)
-        self.exact = None
-        lost, self.kept = loaded and self.kept, False
-        return lost
-
-    def forget_exact(self) -> None:
-        """Drops the exact first values once every place has been given its own."""
-        if self.exact is not None and all(place.begun for place in self.places):
-            self.exact = None
-
-    @torch.no_grad()
-    def begin_with(self, kept: Tensor | None) -> None:
-        """Keeps what is left of the fp32 values that the parameter was rounded from, until its places begin with them.
-
-        Rounded to 24 bits some of them are nearer to the next bf16: the parameter becomes that at once, as it does
-        where state lies in memory.
-        """
-        short = next((slot for slot in self.slots if slot.key == "remainder" and slot.dtype is torch.int8), None)
-        self.exact = kept
-        if kept is None or short is None:
-            return
-        self.exact = torch.empty(kept.numel(), dtype=short.dtype, device=kept.device)
-        with present(self.param, written=True):
-            columns = (self.param.detach().view(-1), kept.view(-1), self.exact)
-            for param, old, new in zip(*(one.split(_PIECE) for one in columns), strict=True):
-                begin(param, short, new, exact_of(param, old))
-
-    def begin_span(self, place: RecordSpan, cell: Cell) -> None:
-        """Writes first values to a place that is in a cell of the ring; or new masters, once it has begun."""
-        if not place.slots:
-            return
-        with present(self.param, written=self.exact is not None):
-            mine = slice(place.start, place.start + place.numel)
-            param = self.param.detach().reshape(-1)[mine].to("cpu")  # which a frozen one on a device is not
-            kept = None if self.exact is None or place.begun else self.exact.view(-1)[mine].to("cpu")
-            for slot, tensor in zip(place.slots, self.cells(place, cell).values(), strict=True):
-                if slot.key == "master" and place.begun:
-                    torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
-                elif slot.key == "remainder" and kept is not None and kept.dtype is slot.dtype:
-                    tensor.copy_(kept)
-                elif slot.key in ("master", "remainder"):
-                    begin(param, slot, tensor.zero_(), None if kept is None else exact_of(param, kept))
-                elif not place.begun:
-                    tensor.fill_(self.initial if slot.extent == "param" else 0.0)
-
-    def cells(self, place: RecordSpan, cell: Cell) -> dict[str, Tensor]:
-        """Returns the tensors of a place by key, 1-D, where they lie in a cell of the ring."""
-        found = {}
-        for slot, width, offset in zip(place.slots, place.widths, place.offsets, strict=True):
-            found[slot.key] = cell.lease.tensor(slot.dtype, (-(-place.numel // width.per),), offset=offset)
-        return found
-
-    def parts(self, place: RecordSpan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the place's part, 1-D, of those whole tensors that there are."""
-        ends, found = place.start + place.numel, {}
-        for slot, (_, per) in zip(place.slots, place.widths, strict=True):
-            if slot.key in tensors:
-                found[slot.key] = tensors[slot.key].view(-1)[place.start // per : -(-ends // per)]
-        return found
-
-    def __repr__(self) -> str:
-        return f"OnDisk({', '.join(slot.key for slot in self.slots)}: {self.nbytes:,} bytes; read by state_dict())"
-
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "optimizer state on disk cannot be copied or pickled: two optimizers would write the same records. Take "
-            "optimizer.state_dict(), which reads it back, and load that into an optimizer with a folder of its own"
-        )
-
-
-def on_disk_of(entry: Any) -> OnDisk | None:
-    """Returns what stands for tensors on disk in a state entry, if there is something."""
-    found = entry.get(ON_DISK) if isinstance(entry, dict) else None
-    return found if isinstance(found, OnDisk) else None
 
 
 def check_slots(ring_nbytes: int, name: str) -> None:
@@ -413,9 +279,8 @@ def move_to_disk(disk: Disk, entries: Sequence[Checked]) -> list[Entry]:
     """Moves checked entries of any kind to new records; what lies on disk is read and written again."""
     made: list[Entry] = []
     for batch in _batches(entries):
-        owners = [owner for _, entry, _ in batch if (owner := on_disk_of(entry)) is not None]
-        tensors = iter(disk.read(owners) if owners else ())
-        full = [(p, e if on_disk_of(e) is None else _rest(e) | next(tensors), layout) for p, e, layout in batch]
+        read = in_memory(disk, {param: entry for param, entry, _ in batch})
+        full = [(param, read[param], layout) for param, _, layout in batch]
         mine = make_room(disk, full, {})
         mark_loaded(mine, full)
         write_entries(disk, mine, full)
@@ -543,13 +408,12 @@ class StateOnDisk(StateTier):
         cut = self.survey.matrices[i] if self.survey.matrices else ()  # rounds hang on records, other ranks' too
         return self._owners[i] is not None or any(is_cut(one) for one in cut)
 
-    def row(self, i: int, place: RecordSpan | Matrix | None, base: int) -> Row:
+    def row(self, i: int, place: RecordSpan | Matrix | Piece, base: int) -> Row:
         survey, owner = self.survey, self._owners[i]
         if id(survey.params[i]) in self.rows:
             return super().row(i, place, base)
         layout = survey.layouts[i]
-        start = 0 if place is None else place.start
-        pointers = {layout.param_column: survey.param_pointers[i] + start * layout.param_dtype.itemsize}
+        pointers = {layout.param_column: survey.param_pointers[i] + place.start * layout.param_dtype.itemsize}
         if isinstance(place, RecordSpan):
             for slot, offset in zip(place.slots, place.offsets, strict=True):
                 pointers.setdefault(slot.column, base + offset)

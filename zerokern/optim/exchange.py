@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ from torch import Tensor
 from zerokern.core.errors import StateError, got
 from zerokern.optim.disk import all_on_disk, make_room, mark_loaded, write_entries
 from zerokern.optim.formats import Algorithm, Layout, as_kept
-from zerokern.optim.holdings import Holdings
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import Checked, Entry, check_entry, copy_entries, laid_out, room_of
-from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of
+
+if TYPE_CHECKING:
+    from zerokern.optim.holdings import Holdings
+    from zerokern.optim.step import StepRunner
 
 __all__ = ["Incoming", "forget", "install", "make_ready", "merged_groups", "take_over"]
 

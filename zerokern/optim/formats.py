@@ -16,7 +16,7 @@ from torch import Tensor
 from zerokern.core.errors import got, one_of
 from zerokern.core.units import BLOCK, NS_FORMS, master_of
 from zerokern.io.pieces import Width
-from zerokern.kernels import decode_int8, encode_int8
+from zerokern.kernels import decode_int8, encode_int8, join, split
 from zerokern.kernels.formats import CODES as CODED
 from zerokern.kernels.formats import MASTER_FORMATS, REMAINDERS, STATE_DTYPES, STATE_FORMATS, blocks
 from zerokern.kernels.rules import RULES
@@ -252,6 +252,48 @@ def _moment_slots(key: str, column: str, state_format: str) -> list[Slot]:
     if state_format != "int8":
         return [Slot(key, STATE_DTYPES[state_format], "param", column)]
     return [Slot(key, CODED[column], "param", column), Slot(f"{key}_scale", torch.float32, "blocks", f"{column}_scale")]
+
+
+def exact_of(param: Tensor, kept: Tensor) -> Tensor:
+    """Returns the fp32 values that a span began with, from the remainders or values that are kept of them.
+
+    >>> exact_of(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int16))
+    tensor([1.0000, 1.0000])
+    """
+    return kept if kept.dtype is torch.float32 else join(param.detach(), kept)
+
+
+def begin_master(param: Tensor, slot: Slot, kept: Tensor, exact: Tensor | None) -> None:
+    """Writes first values to a new master, or to a remainder that is zero.
+
+    `exact`: the fp32 values that the parameter was rounded from. They are used where they still round to it. New values
+    may lie in host memory while the parameter is on a device.
+    """
+    if exact is None:
+        if slot.key == "master":
+            kept.copy_(param)
+        return
+    if kept.device != param.device:
+        near = param.detach().to(kept.device)
+        begin_master(near, slot, kept, exact.to(kept.device))
+        param.detach().copy_(near)
+        return
+    param, exact = param.detach(), exact.view_as(param)
+    if slot.key == "master":
+        kept.copy_(torch.where(_rounds_to(param, exact), exact, param.float()))
+    elif slot.dtype is torch.int16:
+        kept.copy_(torch.where(_rounds_to(param, exact), split(exact, "split16")[1], 0))
+    else:  # rounded to 24 bits first, a value may lie in the upper half of the next bf16
+        high, remainder = split(exact, "split8")
+        same = _rounds_to(param, exact) | (high.view(torch.int16) == param.view(torch.int16))
+        kept.copy_(torch.where(same, remainder, 0))
+        param.copy_(torch.where(same, high, param))
+
+
+def _rounds_to(param: Tensor, exact: Tensor) -> Tensor:
+    """Returns where a parameter holds what zk.shard rounds a value to."""
+    rounded = split(exact, "split16")[0] if param.dtype is torch.bfloat16 else exact.to(param.dtype)
+    return rounded.view(torch.int16) == param.view(torch.int16)
 
 
 def as_saved(entry: Any) -> Any:

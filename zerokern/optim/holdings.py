@@ -21,12 +21,13 @@ from zerokern.optim.changed import Changes
 from zerokern.optim.compute import DeviceCompute, RowTable
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
-from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory, on_disk_of
+from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, Location, LocationsOf
 from zerokern.optim.matrices import group_of
 from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
 from zerokern.optim.placing import Placing, check_whole
+from zerokern.optim.records import on_disk_of
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
@@ -149,7 +150,7 @@ class Holdings:
     @property
     def moves_on_disk(self) -> bool:
         """Whether an update reads and writes what rests on a disk, and so may fail on one rank alone."""
-        return self.disk is not None or any(getattr(one, "rests", None) is not None for one in self.shards.shardings)
+        return self.disk is not None or any(one.rests is not None for one in self.shards.shardings)
 
     @property
     def held(self) -> WatchedState:
@@ -218,7 +219,7 @@ class Holdings:
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are copies in host memory."""
-        first = next((param for group in groups for param in group["params"] if param.requires_grad), None)
+        first = next((param for param in params_of(groups) if param.requires_grad), None)
         if first is None:
             return False
         self.refuse_at_rest(groups)
@@ -230,7 +231,6 @@ class Holdings:
         if self.schedule == "sync" and self.rests_on_device:
             return False
         there = is_apart(first)
-        self._check_whole(first)
         if there and self.rests_on_device and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
@@ -239,24 +239,20 @@ class Holdings:
             refuse_delayed(self.schedule)
         return self.delays or (there and not self.rests_on_device)
 
-    def _check_whole(self, trained: Tensor) -> None:
-        if self.algorithm.whole:
-            check_whole(self.tier, self.update, apart=is_apart(trained))
-
     def refuse_early(self, groups: Groups) -> None:
         """Raises where state is to be placed by what is free on the device, before any gradient has come."""
         waits = self.placing.waits and self.hosting(groups) is not None and self.placing.there
-        if waits and all(param.grad is None for group in groups for param in group["params"]):
+        if waits and all(param.grad is None for param in params_of(groups)):
             raise StateError(_TOO_EARLY.format(tier=self.tier))
 
     def refuse_at_rest(self, groups: Groups) -> None:
         """Raises where updates are delayed, and parameters of the same models rest on a disk."""
-        if self.delays and any(getattr(one, "at_rest", False) for one in self._shardings(groups)):
+        if self.delays and any(one.at_rest for one in self._shardings(groups)):
             refuse_at_rest(self.schedule)
 
     def _splits(self, groups: Groups) -> bool:
         """Whether zk.shard may have put some of these parameters on the device, and others off it."""
-        return any(getattr(one, "splits", False) for one in self._shardings(groups))
+        return any(one.splits for one in self._shardings(groups))
 
     def _shardings(self, groups: Groups) -> list[Any]:
         """Returns what has sharded the models of these parameters."""
@@ -272,22 +268,22 @@ class Holdings:
         if self.host.room is None:
             room = HostTier("norms that a device measures") if self.room is None else self.room
             self.host = HostCopies(room, self.delays, late=any(group.get(LATE, False) for group in groups))
-        everyone = [param for group in groups for param in group["params"] if param.requires_grad]
+        everyone = [param for param in params_of(groups) if param.requires_grad]
         trained = next(filter(is_apart, everyone), everyone[0])
-        self._check_whole(trained)
-        if self.update == "device" and self._splits(groups):
+        there = self.placing.there = is_apart(trained)
+        if self.algorithm.whole:
+            check_whole(self.tier, self.update, apart=there)
+        if self._splits(groups):
             do = "zk.shard has put some of these parameters on the device, and others off it"
-            raise ValueError(got("update", self.update, "'host'", do))
-        if self.algorithm.whole and self.disk is not None and self._splits(groups):
-            do = "zk.shard has put some of these parameters on the device, and others off it"
-            raise ValueError(got("tier", self.tier, "'device', 'cpu' or both, with budgets", do))
+            if self.update == "device":
+                raise ValueError(got("update", self.update, "'host'", do))
+            if self.algorithm.whole and self.disk is not None:
+                raise ValueError(got("tier", self.tier, "'device', 'cpu' or both, with budgets", do))
         self.host.reach(trained, measured=self.recorder is not None)
-        self.placing.there = is_apart(trained)
 
         def locations_of(new: Sequence[tuple[int, Tensor]]) -> list[Location]:
             divided = self._divided(groups, new)
             found: list[Location] = []
-            there = self.placing.there
             for (_, local), (kind, layout, nbytes) in zip(new, divided, strict=True):
                 self.placing.note(local, kind)
                 slots = None if kind == "disk" else layout.columns

@@ -24,6 +24,7 @@ from zerokern.memory.changed_copies import Changed, ChangedCopies, Send
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
 from zerokern.optim import device
+from zerokern.optim.decide import kept
 from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.zero.kinds import splits_of
@@ -406,11 +407,8 @@ class HostCopies:
 
     def reading(self, value: Any) -> Callable[[], Any]:
         """Returns a function that returns what a number on the device is now; any thread may call it later."""
-        if not isinstance(value, Tensor):
-            return lambda: value
-        if self.link is None or value.is_cpu:
-            kept = value.detach().clone()
-            return lambda: kept
+        if not isinstance(value, Tensor) or self.link is None or value.is_cpu:
+            return kept(value)
         wanted = Wanted("scalars", torch.Size([1]), torch.float32)
         cell = self._cells.pop() if self._cells else self.room.lay_out([wanted])[0]
         ticket = self.link.to_host(value.detach().to(torch.float32).reshape(1), cell)

@@ -85,32 +85,26 @@ _Settings = tuple[Mapping[str, Any], torch.dtype, dict[str, Any], dict[str, Any]
 """Of a group: its hyperparameters, in which dtype its matrices are orthogonalized, and what two tables are told."""
 
 
-class _Shared:
-    """A table on a device of all batches of an update, each with rows and a group of its own: what is new of it is sent
-    once in an update, and one launch prepares it."""
-
-    def __init__(self, table: Any) -> None:
-        self.table = table
-        self.prepared = False
-
-
 class _OwnRows:
-    """The rows and the group that one batch has there, with the face of a table of its own."""
+    """The rows and the group that one batch has of a table on a device, with the face of a table of its own.
 
-    def __init__(self, shared: _Shared, begin: int, end: int, group: int) -> None:
-        self._shared, self._begin, self._end, self._group = shared, begin, end, group
-        self.columns = {name: column[begin:end] for name, column in shared.table.columns.items()}
+    Batches of an update run one after the other, the one with group 0 first: with it all that is new of the table is
+    sent, and one launch prepares it for the others.
+    """
+
+    def __init__(self, table: Any, begin: int, end: int, group: int) -> None:
+        self._table, self._begin, self._end, self._group = table, begin, end, group
+        self.columns = {name: column[begin:end] for name, column in table.columns.items()}
         self.columns["group"][:] = array("Q", [group] * (end - begin))
 
     def set_group(self, index: int, hyper: Mapping[str, Any], **formats: Any) -> None:
-        self._shared.table.set_group(self._group + index, hyper, **formats)
+        self._table.set_group(self._group + index, hyper, **formats)
 
     def set_row(self, index: int, *, group: int, numel: int) -> None:
-        self._shared.table.set_row(self._begin + index, group=self._group + group, numel=numel)
+        self._table.set_row(self._begin + index, group=self._group + group, numel=numel)
 
     def run(self, scale: float, control: Any = None) -> None:
-        self._shared.table.run(scale, control, self._begin, self._end, prepared=self._shared.prepared)
-        self._shared.prepared = True
+        self._table.run(scale, control, self._begin, self._end, prepared=self._group > 0)
 
 
 class MatrixBatch:
@@ -193,7 +187,7 @@ class MatrixTable:
         self._groups: dict[int, _Settings] = {}
         # by rows, and by the rows of a run: what does not change from step to step
         self._batches: dict[tuple[int, ...], MatrixBatch] = {}
-        self._runs: dict[tuple[int, int], tuple[list[MatrixBatch], list[_Shared], list[Round], int, int]] = {}
+        self._runs: dict[tuple[int, int], tuple[list[MatrixBatch], list[Round], int, int]] = {}
         self._squares: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._still: list[Tensor] = []
         self.begun = self.carried_out = False
@@ -279,10 +273,8 @@ class MatrixTable:
         self.begun = self.carried_out = False
         if (begin, end) not in self._runs:
             self._runs[begin, end] = self._divided(begin, end)
-        batches, shared, rounds, nbytes, chunks = self._runs[begin, end]
+        batches, rounds, nbytes, chunks = self._runs[begin, end]
         with whole("the step"), self.spare.lent(nbytes, chunks):
-            for one in shared:
-                one.prepared = False
             for batch in batches:
                 if batch.shares:  # all of them before the first one is launched
                     memory = self.spare.memory(batch.numel, self._settings_of(batch.rows[0])[1])
@@ -292,16 +284,15 @@ class MatrixTable:
             in_pipeline(rounds, partial(self._update_round, average, apply))
             self.carried_out, self.spare.stays = True, self._next >= 0
 
-    def _divided(self, begin: int, end: int) -> tuple[list[MatrixBatch], list[_Shared], list[Round], int, int]:
-        """Divides rows into batches and rounds; returns these, the tables that batches share, and how many bytes and
-        chunks of sums they need."""
+    def _divided(self, begin: int, end: int) -> tuple[list[MatrixBatch], list[Round], int, int]:
+        """Divides rows into batches and rounds; returns these, and how many bytes and chunks of sums they need."""
         parts, group = self._parts, self.columns["group"]
         here = [row for row in range(begin, end) if parts[row].numel and not parts[row].meets]
         alike = [row for row in here if parts[row].is_alike]
         kind_of = lambda row: (group[row], parts[row].matrix.height, parts[row].matrix.width)  # noqa: E731
         together = batches_of(alike, kind_of, most_together(self.spare.place))
         apart = [[row] for row in here if not parts[row].is_alike]
-        batches, shared = self._batches_of([*together, *apart])
+        batches = self._batches_of([*together, *apart])
         meeting = [(row, parts[row].matrix) for row in range(begin, end) if parts[row].meets]
         rounds = rounds_of([(row, one, self._settings_of(row)[1]) for row, one in meeting if one.full_numel])
         # what is here of a cut matrix has memory of its own
@@ -309,7 +300,7 @@ class MatrixTable:
         nbytes = [batch.numel * self._settings_of(batch.rows[0])[1].itemsize for batch in in_spare]
         chunks = [batch.chunks for batch in batches]
         chunks += [_chunks_of(one.full_numel) for some in rounds for one in some.matrices]
-        return batches, shared, rounds, max([*nbytes, places_of(rounds)[1]]), max(chunks, default=0)
+        return batches, rounds, max([*nbytes, places_of(rounds)[1]]), max(chunks, default=0)
 
     def _batch_of(self, *rows: int) -> MatrixBatch:
         """Returns the batch of these rows, which is made once."""
@@ -319,18 +310,19 @@ class MatrixTable:
             self._batches[rows] = MatrixBatch(tables, rows, self._parts[rows[0]], groups)
         return self._batches[rows]
 
-    def _batches_of(self, divided: Sequence[Sequence[int]]) -> tuple[list[MatrixBatch], list[_Shared]]:
-        """Returns batches of these rows, and the tables that they share.
+    def _batches_of(self, divided: Sequence[Sequence[int]]) -> list[MatrixBatch]:
+        """Returns batches of these rows.
 
-        On a device whole matrices do. On a CPU there is no launch to save, and a call looks at all groups of a table.
+        On a device whole matrices share two tables. On a CPU there is no launch to save, and a call looks at all groups
+        of a table.
         """
         shares = [hasattr(self._counts, "device") and self._parts[rows[0]].is_whole for rows in divided]
         sharing = [rows for rows, one in zip(divided, shares, strict=True) if one]
         if not sharing:
-            return [self._batch_of(*rows) for rows in divided], []
+            return [self._batch_of(*rows) for rows in divided]
         groups = tuple(self.columns["group"][rows[0]] for rows in sharing)
         nrows = sum(map(len, sharing))
-        shared = [_Shared(self._open_table(nrows, len(sharing))) for _ in range(2)]
+        shared = [self._open_table(nrows, len(sharing)) for _ in range(2)]
         batches, at, number = [], 0, 0
         for rows, one in zip(divided, shares, strict=True):
             if not one:
@@ -339,7 +331,7 @@ class MatrixTable:
             averages, parameters = (_OwnRows(table, at, at + len(rows), number) for table in shared)
             batches.append(MatrixBatch((averages, parameters), tuple(rows), self._parts[rows[0]], groups))
             at, number = at + len(rows), number + 1
-        return batches, shared
+        return batches
 
     def _prepare(self, batch: MatrixBatch, memory: Tensor, sums: Tensor) -> None:
         """Fills the tables of a batch, whose matrices are in this memory."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerokern.core.errors import StateError, warn
-from zerokern.optim.disk import on_disk_of
 from zerokern.optim.formats import ON_DISK
+from zerokern.optim.records import on_disk_of
 from zerokern.optim.state import plain
 from zerokern.zero.kinds import local_of, present
 from zerokern.zero.shard import shard_of
@@ -177,7 +177,7 @@ def warn_of_second_update(
 def _which_gradient(grad: Tensor, shard: Any) -> tuple[Any, ...]:
     """Returns what tells a gradient from all later ones, also from those in the same memory or the same tensor."""
     version = 0 if grad.is_inference() else grad._version  # nobody counts what is written to those of inference mode
-    reduction = None if shard is None else getattr(shard.sharding, "reduction", None)
+    reduction = None if shard is None else shard.sharding.reduction
     if reduction is not None:
         return version, reduction.passes
     here = local_of(grad)

@@ -17,7 +17,7 @@ from zerokern.memory import HostTier
 from zerokern.memory.copies import Driver
 from zerokern.memory.order import TierOrder
 from zerokern.optim.device import is_apart
-from zerokern.optim.disk import on_disk_of
+from zerokern.optim.records import on_disk_of
 
 __all__ = ["Placing", "check_whole"]
 

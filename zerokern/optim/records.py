@@ -11,21 +11,28 @@ for the second, perhaps with other matrices of the same bucket, whatever its siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from zerokern.core.errors import got
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import StateError, got
 from zerokern.io.pieces import PAGE, Width, columns, plan
+from zerokern.kernels.formats import BLOCK
 from zerokern.kernels.reference import SUMSQ_CHUNK
+from zerokern.memory import Slot as Cell
 from zerokern.memory.stream import Record
-from zerokern.optim.formats import Layout, Slot, widths_of
+from zerokern.optim.formats import ON_DISK, Layout, Slot, begin_master, exact_of, widths_of
 from zerokern.optim.matrices import Matrix, group_of, matrices_of, parts_of_matrices
+from zerokern.zero.kinds import present
 from zerokern.zero.shard import Shard
 
-__all__ = ["LEAST_SLOT", "Content", "RecordSpan", "StateSpan", "records_of", "state_span"]
+__all__ = ["LEAST_SLOT", "Content", "OnDisk", "RecordSpan", "StateSpan", "on_disk_of", "records_of", "state_span"]
 
 LEAST_SLOT = 4 * SUMSQ_CHUNK  # bytes: the fp32 averages whose squares are summed together
+_PIECE = 1 << 18  # elements that are rounded at once
 
 
 class StateSpan(NamedTuple):
@@ -85,6 +92,127 @@ class RecordSpan:
     def offsets(self) -> list[int]:
         """Where in its record each tensor's part begins, in bytes."""
         return [self.offset + offset for offset in columns(self.widths, self.numel)[0]]
+
+
+class OnDisk:
+    """Stands in `optimizer.state` for one parameter's tensors on disk; `state_dict` reads them.
+
+    `initial`: what moments begin with. `first`: keys of moments that are yet to start from the gradient. `kept`:
+    remainders were loaded that are not all zero. `exact`: what is kept of the fp32 values that the parameter began
+    with, for places yet to begin.
+    """
+
+    __slots__ = ("disk", "exact", "first", "initial", "kept", "layout", "param", "places", "shape", "slots")
+
+    def __init__(self, disk: object, param: Tensor, layout: Layout) -> None:
+        self.disk, self.param, self.layout, self.shape = disk, param, layout, param.shape
+        self.slots = layout.columns
+        self.initial, self.kept = 0.0, False
+        self.first: frozenset[str] = frozenset()
+        self.exact: Tensor | None = None
+        self.places: list[RecordSpan] = []
+
+    @property
+    def has_master(self) -> bool:
+        return any(slot.column in ("master", "remainder") for slot in self.slots)
+
+    @property
+    def dropped(self) -> bool:
+        return any(place.record.dropped for place in self.places)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.described().values())
+
+    def fits(self, disk: object, param: Tensor, layout: Layout) -> bool:
+        """Whether this is the state of that parameter as it is now, so that nothing is left to check."""
+        same = self.disk is disk and self.param is param and self.layout is layout and self.shape == param.shape
+        return same and not self.dropped
+
+    def described(self) -> dict[str, Tensor]:
+        """Returns tensors without memory that have the dtypes and shapes of those on disk."""
+        numel = self.shape.numel()
+        shapes = {"param": self.shape, "blocks": torch.Size([-(-numel // BLOCK)])}
+        return {s.key: torch.empty(shapes[s.extent], dtype=s.dtype, device="meta") for s in self.slots}
+
+    def begin_anew(self, *, loaded: bool) -> bool:
+        """Marks masters to be made from the parameter when they are next fetched. Returns whether that drops loaded
+        remainders."""
+        for place in self.places:
+            place.record.unsettled.add(place)
+        self.exact = None
+        lost, self.kept = loaded and self.kept, False
+        return lost
+
+    def forget_exact(self) -> None:
+        """Drops the exact first values once every place has been given its own."""
+        if self.exact is not None and all(place.begun for place in self.places):
+            self.exact = None
+
+    @torch.no_grad()
+    def begin_with(self, kept: Tensor | None) -> None:
+        """Keeps what is left of the fp32 values that the parameter was rounded from, until its places begin with them.
+
+        Rounded to 24 bits some of them are nearer to the next bf16: the parameter becomes that at once, as it does
+        where state lies in memory.
+        """
+        short = next((slot for slot in self.slots if slot.key == "remainder" and slot.dtype is torch.int8), None)
+        self.exact = kept
+        if kept is None or short is None:
+            return
+        self.exact = torch.empty(kept.numel(), dtype=short.dtype, device=kept.device)
+        with present(self.param, written=True):
+            columns = (self.param.detach().view(-1), kept.view(-1), self.exact)
+            for param, old, new in zip(*(one.split(_PIECE) for one in columns), strict=True):
+                begin_master(param, short, new, exact_of(param, old))
+
+    def begin_span(self, place: RecordSpan, cell: Cell) -> None:
+        """Writes first values to a place that is in a cell of the ring; or new masters, once it has begun."""
+        if not place.slots:
+            return
+        with present(self.param, written=self.exact is not None):
+            mine = slice(place.start, place.start + place.numel)
+            param = self.param.detach().reshape(-1)[mine].to("cpu")  # which a frozen one on a device is not
+            kept = None if self.exact is None or place.begun else self.exact.view(-1)[mine].to("cpu")
+            for slot, tensor in zip(place.slots, self.cells(place, cell).values(), strict=True):
+                if slot.key == "master" and place.begun:
+                    torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
+                elif slot.key == "remainder" and kept is not None and kept.dtype is slot.dtype:
+                    tensor.copy_(kept)
+                elif slot.key in ("master", "remainder"):
+                    begin_master(param, slot, tensor.zero_(), None if kept is None else exact_of(param, kept))
+                elif not place.begun:
+                    tensor.fill_(self.initial if slot.extent == "param" else 0.0)
+
+    def cells(self, place: RecordSpan, cell: Cell) -> dict[str, Tensor]:
+        """Returns the tensors of a place by key, 1-D, where they lie in a cell of the ring."""
+        found = {}
+        for slot, width, offset in zip(place.slots, place.widths, place.offsets, strict=True):
+            found[slot.key] = cell.lease.tensor(slot.dtype, (-(-place.numel // width.per),), offset=offset)
+        return found
+
+    def parts(self, place: RecordSpan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the place's part, 1-D, of those whole tensors that there are."""
+        ends, found = place.start + place.numel, {}
+        for slot, (_, per) in zip(place.slots, place.widths, strict=True):
+            if slot.key in tensors:
+                found[slot.key] = tensors[slot.key].view(-1)[place.start // per : -(-ends // per)]
+        return found
+
+    def __repr__(self) -> str:
+        return f"OnDisk({', '.join(slot.key for slot in self.slots)}: {self.nbytes:,} bytes; read by state_dict())"
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "optimizer state on disk cannot be copied or pickled: two optimizers would write the same records. Take "
+            "optimizer.state_dict(), which reads it back, and load that into an optimizer with a folder of its own"
+        )
+
+
+def on_disk_of(entry: Any) -> OnDisk | None:
+    """Returns what stands for tensors on disk in a state entry, if there is something."""
+    found = entry.get(ON_DISK) if isinstance(entry, dict) else None
+    return found if isinstance(found, OnDisk) else None
 
 
 Content = tuple[tuple[RecordSpan, ...], int]

@@ -44,7 +44,7 @@ _seen_version_of = attrgetter("seen_version")
 
 def sharded(groups: Groups) -> bool:
     """Whether any parameter is divided or replicated by zk.shard, or is a DTensor."""
-    return any(is_divided(param) or shard_of(param) is not None for group in groups for param in group["params"])
+    return any(is_divided(param) or shard_of(param) is not None for param in params_of(groups))
 
 
 class Shards:
@@ -73,7 +73,7 @@ class Shards:
         self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         party = user_group(group, self.local[0].device if self.local else "cpu")
         self.accord: Accord = Accord(self.shardings, party, self._aside(), None if last is None else last.accord)
-        self._buckets = [bucket for one in self.shardings for bucket in getattr(one, "gradient_buckets", ())]
+        self._buckets = [bucket for one in self.shardings for bucket in one.gradient_buckets]
         self.shares = self.accord.share_out(self.shards)
         self._trained = [one.requires_grad for one in self.local]
         self._copies = [shard.copies for shard in self.shards]
@@ -81,7 +81,7 @@ class Shards:
         by_hand = [shard.sharding for param, shard in pairs if param is shard.piece and shard.sharding is not None]
         reached = [shard.gradients.memory for shard in self.shards if shard.gradients is not None]
         # beside optimizers over pieces programs write pieces themselves, and leave those out that have no elements here
-        reached += [memory for one in by_hand for memory in getattr(one, "memories", ())]
+        reached += [memory for one in by_hand for memory in one.memories]
         self._reached = set(map(id, reached))
         followed, self._seen = _followed(pairs, self.shardings)
         # where zk.shard made all of them, nothing but that changes them; others are asked one by one
@@ -119,7 +119,7 @@ class Shards:
 
     def _aside(self) -> Callable[[], AbstractContextManager[Any]]:
         """Returns what makes a stream beside the program's current, where an update in host memory serves a device."""
-        memories = [memory for one in self.shardings for memory in getattr(one, "memories", ())]
+        memories = [memory for one in self.shardings for memory in one.memories]
         links = [memory.host.copies for memory in memories if memory.host is not None]
         drivers = [self.host.driver, *(link.driver for link in links if link is not None)]
         return next((partial(driver.aside, "reduce") for driver in drivers if driver is not None), nullcontext)
@@ -144,7 +144,7 @@ class Shards:
     @property
     def sends_changes(self) -> bool:
         """Whether a device is sent what updates in host memory change of some of these."""
-        asked = any(getattr(one, "publishes_changes", False) for one in self.shardings)
+        asked = any(one.publishes_changes for one in self.shardings)
         return asked and self.host.link is not None and any(one.stays is None for one in self.host.copies.values())
 
     def _grad_dtypes(self) -> list[torch.dtype]:
@@ -258,7 +258,7 @@ class Shards:
     @property
     def are_decided_there(self) -> bool:
         """Whether steps are decided on the device that the parameters lie on, and no rank's host adds up."""
-        return not self.is_hosted and device.holds(self.updated)
+        return not self.is_hosted and bool(self.updated) and device.serves(self.updated[0].device)
 
     def listed(self, groups: Groups) -> dict[str, list[str]]:
         """Returns the names of the parameters that ranks share, by group. Of pieces each rank leaves out its own."""
@@ -361,9 +361,7 @@ class Shards:
         self.announce()
         with during("opt.flush"):  # unless it is part of a step
             for sharding in self.shardings:
-                if sharding.publisher is None:
-                    sharding.publish()
-                elif gather is None:
+                if gather is None:
                     sharding.publish(self.reaches, take)
                 else:
                     sharding.begin_publishing()
@@ -398,7 +396,7 @@ def _followed(
     """Returns the parameters whose writes count for their pieces, with their shards, and the versions that all these
     have seen, where one model's are all of them: in its order then."""
     followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
-    if len(shardings) != 1 or getattr(shardings[0], "seen_versions", None) is None:
+    if len(shardings) != 1 or shardings[0].seen_versions is None:
         return followed, None
     all_params = shardings[0].zero_order
     if len(followed) != len(all_params) or {id(param) for param, _ in followed} != set(map(id, all_params)):

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.core.units import BLOCK
-from zerokern.kernels import join, split
+from zerokern.core.units import BLOCK, Piece
 from zerokern.kernels.formats import POINTERS
 from zerokern.memory import DevicePool, HostTier, Ring
 from zerokern.memory import Slot as Cell
 from zerokern.memory.interrupts import whole
 from zerokern.optim.device import is_apart
-from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, format_name
+from zerokern.optim.formats import TAKES_LESS, Algorithm, Layout, Slot, begin_master, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided, present
 from zerokern.zero.tiers import rest_of
@@ -205,48 +204,6 @@ def copy_entries(entries: Sequence[Checked], made: Sequence[Entry], room: HostTi
         for key, target in mine.items():
             value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
             target.copy_(value.reshape(()) if key == "step" else value)
-
-
-def exact_of(param: Tensor, kept: Tensor) -> Tensor:
-    """Returns the fp32 values that a span began with, from the remainders or values that are kept of them.
-
-    >>> exact_of(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int16))
-    tensor([1.0000, 1.0000])
-    """
-    return kept if kept.dtype is torch.float32 else join(param.detach(), kept)
-
-
-def begin(param: Tensor, slot: Slot, kept: Tensor, exact: Tensor | None) -> None:
-    """Writes first values to a new master, or to a remainder that is zero.
-
-    `exact`: the fp32 values that the parameter was rounded from. They are used where they still round to it. New values
-    may lie in host memory while the parameter is on a device.
-    """
-    if exact is None:
-        if slot.key == "master":
-            kept.copy_(param)
-        return
-    if kept.device != param.device:
-        near = param.detach().to(kept.device)
-        begin(near, slot, kept, exact.to(kept.device))
-        param.detach().copy_(near)
-        return
-    param, exact = param.detach(), exact.view_as(param)
-    if slot.key == "master":
-        kept.copy_(torch.where(_rounds_to(param, exact), exact, param.float()))
-    elif slot.dtype is torch.int16:
-        kept.copy_(torch.where(_rounds_to(param, exact), split(exact, "split16")[1], 0))
-    else:  # rounded to 24 bits first, a value may lie in the upper half of the next bf16
-        high, remainder = split(exact, "split8")
-        same = _rounds_to(param, exact) | (high.view(torch.int16) == param.view(torch.int16))
-        kept.copy_(torch.where(same, remainder, 0))
-        param.copy_(torch.where(same, high, param))
-
-
-def _rounds_to(param: Tensor, exact: Tensor) -> Tensor:
-    """Returns where a parameter holds what zk.shard rounds a value to."""
-    rounded = split(exact, "split16")[0] if param.dtype is torch.bfloat16 else exact.to(param.dtype)
-    return rounded.view(torch.int16) == param.view(torch.int16)
 
 
 class StepBook:
@@ -439,7 +396,7 @@ class StateTier:
         initial = self._initial[self.survey.owners[i]]
         if slot.key in ("master", "remainder"):
             with present(param, written=True):
-                begin(param, slot, kept, None if self._exact is None else self._exact(param))
+                begin_master(param, slot, kept, None if self._exact is None else self._exact(param))
         elif initial and slot.key in {key for key, _ in self.algorithm.moments}:
             kept.fill_(initial)
 
@@ -453,8 +410,9 @@ class StateTier:
 
     def places(self, i: int) -> Sequence[Any]:
         """Returns what of a parameter are rows of their own: the places in records that hold its state, or, where it is
-        in memory, its matrices; None: all of it."""
-        return self.survey.matrices[i] if self.survey.matrices else (None,)
+        in memory, its matrices, or all of it."""
+        survey = self.survey
+        return survey.matrices[i] if survey.matrices else (Piece(i, 0, survey.numels[i], 0),)
 
     def has_records_of(self, i: int) -> bool:
         """Whether an update of a parameter passes records, or waits for what does."""
@@ -463,7 +421,7 @@ class StateTier:
     def row(self, i: int, place: Any, base: int) -> Row:
         """Returns the row of a place, whose record is at this address while it is updated."""
         found = self.rows[id(self.survey.params[i])]
-        return found if place is None else found.from_element(place.start)
+        return found if place.numel == self.survey.numels[i] else found.from_element(place.start)
 
     def fetch(self, record: Any, cell: Cell, after: Any) -> Any:
         """Starts to fetch a record into the cell; returns a ticket, or None where there is nothing to wait for."""

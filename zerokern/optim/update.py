@@ -153,7 +153,7 @@ class Update:
         """
         if self.decision.scale is None:
             return None
-        send = self._changes.send if getattr(part.sharding, "publishes_changes", False) else None
+        send = self._changes.send if part.sharding is not None and part.sharding.publishes_changes else None
         ticket = host.store(copies, ready, piece, send)
         if ticket is not None:
             last[:] = [ticket]
@@ -334,7 +334,7 @@ def buckets_of(shards: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any
     """Yields the buckets of all models with the names of their spans, also those that none of the parts updates."""
     names = {id(part.bucket.memory): part.name for part in parts if part.bucket is not None}
     for index, sharding in enumerate(shards.shardings):
-        for number, memory in enumerate(sharding.memories if sharding.publisher is not None else ()):
+        for number, memory in enumerate(sharding.memories):
             yield sharding, memory, names.get(id(memory), f"bucket {number} of model {index}, not updated here")
 
 

@@ -130,8 +130,8 @@ def slots_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> int:
     >>> slots_nbytes(Recipe("muon"), [OwnedPart(1 << 20, "bfloat16", MatrixShape(1024, 1024))] * 8) >> 20
     60
     """
-    from zerokern.optim.batches import pieces_of, whole_pieces
     from zerokern.optim.matrices import Matrix  # packages that need torch, other plans do not
+    from zerokern.optim.transit import pieces_of, whole_pieces
 
     widths = [_layout_of(recipe, one.dtype, int(recipe.is_muon and one.matrix is not None)).widths for one in parts]
     if recipe.is_muon and any(one.matrix for one in parts):
@@ -159,8 +159,8 @@ def round_slots_nbytes(
     import torch
 
     from zerokern.comm import Group
-    from zerokern.optim.batches import whole_pieces
     from zerokern.optim.matrices import Matrix
+    from zerokern.optim.transit import whole_pieces
 
     group = Group(rank, world, torch.device("cpu"), "planned")
     turns_there = {one.turn for one in in_memory}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.chained import unchained
-from zerokern.optim.disk import on_disk_of
+from zerokern.optim.records import on_disk_of
 from zerokern.pages import html_page
 from zerokern.planner import table
 from zerokern.planner.footprint import Footprint

@@ -526,7 +526,7 @@ def _matrices_of(module: torch.nn.Module, recipe: Recipe, whole: Any, units: Seq
     """Returns the shapes of what is updated whole, by the parameters' ids: what `whole` names, or with Muon what
     `zk.muon_groups` proposes."""
     from zerokern.optim.matrices import check_matrix, matrices_of
-    from zerokern.optim.muon_groups import muon_groups
+    from zerokern.optim.muon import muon_groups
     from zerokern.zero.units import uncut_of
 
     if whole is None:

@@ -97,7 +97,7 @@ def splits_of(tensor: Tensor) -> bool:
     False
     """
     shard = known_shard(tensor)
-    return shard is not None and bool(shard.sharding.splits)
+    return shard is not None and shard.sharding is not None and shard.sharding.splits
 
 
 def is_divided(value: object) -> bool:

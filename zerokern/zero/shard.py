@@ -343,7 +343,11 @@ class Shard:
 class DTensorRanks:
     """The DTensors of one optimizer that are divided over the same ranks; what a `Sharding` is to its model."""
 
-    publisher = rests = None  # nothing moves, and nothing rests elsewhere
+    # nothing moves, nothing rests elsewhere, and others watch and reduce
+    publisher = rests = seen_versions = reduction = None
+    memories: Sequence[Any] = ()
+    gradient_buckets: Sequence[Any] = ()
+    splits = at_rest = publishes_changes = False
 
     def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:
         self.replicated = not dims
@@ -359,13 +363,15 @@ class DTensorRanks:
         """The parameters."""
         return [shard._param for shard in self.shards if shard._param is not None]
 
-    def publish(self) -> None:
+    def publish(self, *_: Any) -> None:
         """Count an update as a write to the parameters; what others wrote before is left for their owner to notice."""
         pairs = [(p, shard) for p, shard in zip(self.zero_order, self.shards, strict=True) if p.requires_grad]
         known = [(p, shard) for p, shard in pairs if shard.seen_version == version_of(p)]
         torch.autograd.graph.increment_version([t for p, _ in pairs for t in (p, p._local_tensor)])
         for param, shard in known:
             shard.seen_version = version_of(param)
+
+    begin_publishing = publish
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor, now: any optimizer may step a DTensor, and most would not know of it."""
