@@ -9,9 +9,9 @@ __all__ = ["MUTANTS"]
 MUTANTS = (
     Mutant(
         "rows_within_a_byte_tell_nothing",
-        "zerokern/optim/changed.py",
-        "part |= (wide & _EVERY).to(torch.uint8)[: part.numel()]",
-        "part |= torch.zeros_like(part)",
+        "zerokern/kernels/changed.py",
+        "part |= bits[: part.numel()]",
+        "part |= bits[: part.numel()] if not shift else 0",
         "What changes of rows that begin within a byte of the bits is in no delta.",
         ("tests/interop/test_deltas.py",),
     ),
@@ -98,8 +98,8 @@ MUTANTS = (
     Mutant(
         "changes_of_all_ranks_go_to_the_first_span",
         "zerokern/zero/changed_spans.py",
-        "unpack_changed(packed, full[begin + piece.offset :][: piece.numel])",
-        "unpack_changed(packed, full[piece.offset :][: piece.numel])",
+        "for rank, span in enumerate(full.data.view(len(needs), -1)):",
+        "for rank, span in enumerate([*full.data.view(len(needs), -1)][:1] * len(needs)):",
         "What a rank has changed is written over the first rank's values.",
         ("tests/zero/test_publish_delta.py::test_ranks_have_the_bits_of_all",),
     ),
@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "uncounted_writes_on_a_device_stay",
         "zerokern/memory/changed_copies.py",
-        "if self._paused.get(key) or not self._counts[key] % _ALL_EACH:",
-        "if self._paused.get(key):",
+        "if not pause.is_over() or not self._counts[key] % _ALL_EACH:",
+        "if not pause.is_over():",
         "What nobody counts as written on a device stays where no update changes it.",
         ("tests/optim/test_publish_device.py::test_a_write_on_the_device_that_nobody_counts_goes",),
     ),

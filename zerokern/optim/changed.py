@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.kernels.changed import add_bits
 from zerokern.optim.device import refuse_capture
 from zerokern.zero.changed_spans import ChangedSpan
 from zerokern.zero.kinds import version_of
@@ -76,11 +77,7 @@ class _Mask:
 
     def _join_apart(self) -> None:
         for start, bits in self.apart.items():
-            begin, shift = start // 8, start % 8
-            wide = torch.nn.functional.pad(bits.to(torch.int32), (0, 1)) << shift
-            wide[1:] |= wide[:-1] >> 8
-            part = self.bits[begin : begin + wide.numel()]
-            part |= (wide & _EVERY).to(torch.uint8)[: part.numel()]
+            add_bits(self.bits, start, bits)
             bits.zero_()
 
     def fill(self) -> None:
@@ -263,13 +260,12 @@ class Changes:
             if bits is not None:
                 self._join(bits, owners.get(key, (mask.tensor,)))
 
-    def take(self, piece: Tensor) -> Tensor:
-        """Returns the bits of a piece that is published, and tells them to readers; of what no row has, none is set."""
+    def take(self, piece: Tensor) -> Tensor | None:
+        """Returns the bits of a piece that is published, if any are set, and tells them to readers."""
         mask = self._masks.get(id(self._updated.get(id(piece), piece)))
         bits = None if mask is None else self._take(mask)
-        if bits is None:
-            return torch.zeros(-(-piece.numel() // 8), dtype=torch.uint8)
-        self._join(bits, (piece,))
+        if bits is not None:
+            self._join(bits, (piece,))
         return bits
 
     def send(self, values: Tensor, elements: slice) -> Tensor | None:
