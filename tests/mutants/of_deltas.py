@@ -26,8 +26,8 @@ MUTANTS = (
     Mutant(
         "what_a_device_was_sent_is_of_no_delta",
         "zerokern/optim/changed.py",
-        "            self.bits |= self.sent\n",
-        "",
+        "return found if untold is None else found | untold",
+        "return found",
         "A follower of a model on a device is told of nothing that went up as what has changed.",
         ("tests/optim/test_publish_device.py::test_a_device_has_the_bits_of_all",),
     ),
@@ -41,9 +41,9 @@ MUTANTS = (
     ),
     Mutant(
         "writes_of_others_are_of_no_delta",
-        "zerokern/optim/changed.py",
-        "            self.dense.update(places)\n",
-        "",
+        "zerokern/zero/watch.py",
+        "            places = self.changed()\n            self.places.update(places)\n",
+        "            places = self.changed()\n",
         "What anything but the optimizers writes is in a delta only where an update changes it, too.",
         ("tests/interop/test_deltas.py",),
     ),
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         "a_delta_that_failed_is_lost",
         "zerokern/interop/deltas.py",
-        "            self._reader.dense.update(range(len(self._names)))\n            raise",
+        "            self._reader.places.update(range(len(self._names)))\n            raise",
         "            raise",
         "What had changed when take() failed is in no later delta.",
         ("tests/interop/test_deltas.py",),
@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(
         "refreshed_masters_are_sent_as_changes",
         "zerokern/zero/publishing.py",
-        "span.look(written=True)",
-        "span.look()",
+        "span.writes.places.add(0)",
+        "span.writes.places.clear()",
         "After refresh_masters() other ranks get only what the next update changes.",
         ("tests/zero/test_publish_delta.py::test_ranks_have_the_bits_of_all",),
     ),

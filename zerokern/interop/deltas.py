@@ -99,8 +99,8 @@ class Deltas:
             self._mine = [self._has_part(place) for place in range(len(self._names))]
             for optimizer in self._optimizers:
                 self._follow(optimizer)
-            self._reader.look(whole=True)
-            self._reader.dense.clear()
+            self._reader.note(whole=True)
+            self._reader.places.clear()
             with torch.no_grad():
                 self._sums = [self._sum(place) if mine else 0 for place, mine in enumerate(self._mine)]
             everyone = self._group.exchange(self._sums)
@@ -119,7 +119,7 @@ class Deltas:
             with during("take() of zk.deltas", of="zk.deltas"), torch.no_grad():
                 return self._take()
         except BaseException:
-            self._reader.dense.update(range(len(self._names)))
+            self._reader.places.update(range(len(self._names)))
             raise
 
     def _take(self) -> Delta:
@@ -150,7 +150,7 @@ class Deltas:
             for place, part in zip(forms, self._gather(forms, everyone, packs), strict=True):
                 made[self._names[place]].part = part
         self._before, self._sums = after, [header[3] for header in headers]
-        self._reader.dense.clear()
+        self._reader.places.clear()
         return Delta(made, aliases(self.model))
 
     # What has changed here.
@@ -183,15 +183,14 @@ class Deltas:
             here = optimizer.holdings
             if self._reader not in here.changes.readers or here.closed:  # and what was there is gone
                 for param in params_of(optimizer.param_groups):
-                    if (place := self._reader.place_of(param)) is not None:
-                        self._reader.dense.add(place)
+                    self._reader.doubt(param)
                 if here.closed:
                     self._optimizers.remove(optimizer)
                     continue
                 self._follow(optimizer)
             if not here.delays:
                 here.changes.tell(here.shards)
-        self._reader.look(whole=True)
+        self._reader.note(whole=True)
 
     def _flat(self, place: int) -> Tensor:
         return self._shards[place].piece.detach().contiguous().view(-1)
@@ -206,7 +205,7 @@ class Deltas:
 
     def _pack(self, place: int) -> tuple[Header, Packed | None]:
         """Returns the header of this rank's part of a tensor, and the part, unless it is dense."""
-        bits, is_dense = self._reader.take(place), place in self._reader.dense
+        bits, is_dense = self._reader.take(place), place in self._reader.places
         if not self._mine[place]:
             return [_DENSE if is_dense else 0, 0, 0, 0], None
         total = self._sum(place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,13 +14,11 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.tier import HostTier, Wanted
 
-__all__ = ["Changed", "ChangedCopies", "Send"]
+__all__ = ["Changed", "ChangedCopies"]
 
 _SLOTS = 2  # one is filled while the other is on its way
 _ALL_EACH = 64  # copies of the same values: what nobody counts as written on the device lasts no longer
 _ALIGNMENT = 16
-Send = Callable[[Tensor, slice], Tensor | None]
-"""Gives up the bits of what has changed of these elements of a tensor; None: nobody knows."""
 
 
 class Changed(NamedTuple):

@@ -15,7 +15,7 @@ from zerokern.kernels.changed import MOST, Packed, Pause, add_bits, pack_changed
 from zerokern.kernels.ops import fingerprints
 from zerokern.zero.params import BucketMemory
 from zerokern.zero.shard import Shard
-from zerokern.zero.watch import Watch
+from zerokern.zero.watch import WriteLog
 
 __all__ = ["ChangedSpan", "Send", "Take"]
 
@@ -29,7 +29,8 @@ _DIFFER = (
     "its optimizer"
 )
 Send = Callable[[Tensor], Handle]
-Take = Callable[[Tensor], Tensor | None]
+Take = Callable[..., Tensor | None]
+"""Gives up the bits of what has changed of a tensor, or of these elements of it; None: none has."""
 
 
 class ChangedSpan:
@@ -47,21 +48,15 @@ class ChangedSpan:
         of = {place.param: shard for place, shard in zip(bucket.places, shards, strict=True)}
         self._pieces = [(one.offset, of[one.param].piece) for one in bucket.pieces(memory.group.rank)]
         self._pairs = [(entry.param, shard) for entry, shard in zip(memory.entries, shards, strict=True)]
-        self._watch = Watch((entry.param for entry in memory.entries), memory=False)
-        self._watch_pieces = Watch((piece for _, piece in self._pieces), memory=False)
+        watched = [*(param for param, _ in self._pairs), *(piece for _, piece in self._pieces)]
+        self.writes = WriteLog(
+            watched, memory=False
+        )  # of others than updates: all is sent then, they may be here alone
         self._most = int(MOST * bucket.shard_numel * memory.dtype.itemsize) // 8 * 8  # so that what is sent is aligned
         self._room, self._pause = 0, Pause()
-        self._needs_all = False
         self._count = 0
         self._is_of_one = False  # whether one optimizer updates all that is trained of it
         self._print = 0  # of all values after one of the last publications, until ranks have compared theirs
-
-    def look(self, *, written: bool = False) -> None:
-        """Notes what others than updates have written; who counts updates as writes calls it before, then `accept`.
-
-        All spans are sent whole then: the program may have written here alone.
-        """
-        self._needs_all = bool(self._watch.written(accept=True)) or written or self._needs_all
 
     def note_updated(self, pieces: AbstractSet[int]) -> None:
         """Notes what an optimizer updates: pieces, by their ids.
@@ -70,18 +65,6 @@ class ChangedSpan:
         """
         self._is_of_one = all(id(shard.piece) in pieces for param, shard in self._pairs if param.requires_grad)
 
-    def look_at_pieces(self) -> None:
-        """Notes what others than updates have written to pieces, before an update counts as such a write."""
-        self._needs_all = bool(self._watch_pieces.written(accept=True)) or self._needs_all
-
-    def accept(self) -> None:
-        """Takes the parameters as they are for published."""
-        self._watch.accept_writes()
-
-    def accept_pieces(self) -> None:
-        """Takes the pieces as they are for published, which an update has counted as written."""
-        self._watch_pieces.accept_writes()
-
     def gather(self, send: Send, take: Take | None) -> Handle:
         """Starts to send.
 
@@ -89,10 +72,12 @@ class ChangedSpan:
         piece since it last did; None: nobody knows.
         """
         mask = torch.zeros(-(-self._memory.bucket.shard_numel // 8), dtype=torch.uint8)
-        for offset, piece in self._pieces if take is not None else ():
-            if (bits := take(piece)) is not None:
+        for offset, piece in self._pieces:
+            bits = None if take is None else take(piece)
+            if bits is not None:
                 add_bits(mask, offset, bits)
-        needs_all, self._needs_all = self._needs_all or take is None, False
+        needs_all = take is None or bool(self.writes.places)
+        self.writes.places.clear()
         packs = self._pause.is_over()
         if needs_all or not packs:
             self._print = 0  # of values that are replaced: what differed does so no more

@@ -24,7 +24,7 @@ from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import leaves
 from zerokern.zero.sharded_ops import METADATA
 from zerokern.zero.units import UnitSpec
-from zerokern.zero.watch import Watch
+from zerokern.zero.watch import Watch, counting
 
 __all__ = ["Publisher", "mark_updated", "mark_updating", "without_waiting"]
 
@@ -146,15 +146,12 @@ class Publisher:
 
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
-        for span in self._spans.values():
-            span.look()
-        updated = self._pieces.written(accept=True)
-        if len(updated) == len(self._read):
-            self._read_bodies.bump_versions()
-        elif updated:
-            torch.autograd.graph.increment_version([self._read[place] for place in updated])
-        for span in self._spans.values():
-            span.accept()
+        with counting(span.writes for span in self.spans):
+            updated = self._pieces.written(accept=True)
+            if len(updated) == len(self._read):
+                self._read_bodies.bump_versions()
+            elif updated:
+                torch.autograd.graph.increment_version([self._read[place] for place in updated])
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None, take: Take | None = None) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others.
@@ -171,8 +168,8 @@ class Publisher:
 
     def send_all(self) -> None:
         """Has the next publication send all: somebody has written what no version counts."""
-        for span in self._spans.values():
-            span.look(written=True)
+        for span in self.spans:
+            span.writes.places.add(0)
 
     def launch_gather(self, memory: BucketMemory, take: Take | None = None) -> Handle:
         """Send this rank's span of a bucket to all, between the other collectives of this thread."""
@@ -193,9 +190,8 @@ class Publisher:
         for group in self._groups.values():
             group.wait_for_publications(besides=self)
             group.publishing.add(self)
-        for span in self._spans.values():  # `announce` may come after the first gather
-            span.look()
-            span.look_at_pieces()
+        for span in self.spans:  # `announce` may come after the first gather
+            span.writes.note()
 
     def begin(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
         """Show an update that is under way: `ready(i)` returns once bucket i has it, `tears` is called if it fails.
