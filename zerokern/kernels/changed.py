@@ -47,6 +47,12 @@ class Packed:
     def nbytes(self) -> int:
         return self.counts.nbytes + self.places.nbytes + self.values.nbytes
 
+    @classmethod
+    def none(cls, numel: int, dtype: torch.dtype, device: torch.device) -> Packed:
+        """Returns what `pack_changed` does where nothing has changed."""
+        counts = torch.zeros(formats.blocks(numel), dtype=torch.uint8, device=device)
+        return cls(numel, counts, counts[:0], torch.empty(0, dtype=dtype, device=device))
+
     def write(self, out: Tensor) -> None:
         """Writes all parts to `nbytes` bytes, of which a rank or a device is sent a copy."""
         torch.cat([self.values.view(torch.uint8), self.counts, self.places], out=out)
