@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def _over_lists(op: Callable[..., None]) -> OpOverload:
     given = inspect.signature(op).parameters
     tensors = [name for name, one in given.items() if one.annotation.startswith("Tensors")]
     tensors.sort(key=lambda name: (given[name].annotation != "Tensors") * (1 + (name in _MASTERS)))
-    names, aliases = [f"{name.removesuffix('s')}s" for name in tensors], iter("abcdefghi")
+    names, aliases = [f"{name.removesuffix('s')}s" for name in tensors], iter(ascii_lowercase)
     lists = []
     for name, plural in zip(tensors, names, strict=True):
         kind = "Tensor[]" if name == "grad" else f"Tensor({next(aliases)}!)[]"
