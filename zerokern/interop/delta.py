@@ -180,11 +180,9 @@ class Delta:
             if one.part is None:
                 continue
             with _opened(tensor, write=True) as there:
-                if there.is_contiguous():
-                    one.put(there.detach().view(-1))
-                else:
-                    flat = there.detach().reshape(-1)
-                    one.put(flat)
+                flat = there.detach().reshape(-1)
+                one.put(flat)
+                if not there.is_contiguous():  # else this is its memory
                     there.detach().copy_(flat.view(there.shape))
                 if not there.is_inference():
                     torch.autograd.graph.increment_version(there)

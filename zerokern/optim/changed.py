@@ -190,15 +190,14 @@ class Changes:
             mask = self._masks[id(tensor)] = _Mask(tensor, fill)
         return mask
 
-    def look_at_masters(self) -> None:
-        """Counts as changed what is rounded from masters that others than updates have written."""
+    def begin(self) -> None:
+        """An update begins: what is rounded from masters that others have written counts as changed. Bits that nobody
+        reads any more give their memory back, which tables keep as long as they point at it."""
+        if not self.wanted:
+            self._masks.clear()
         for mask in self._masks.values():
             if mask.master is not None:
                 mask.look(mask.master)
-
-    def forget(self) -> None:
-        """Gives the memory back, which tables keep as long as they point at it."""
-        self._masks.clear()
 
     def renew(self) -> None:
         """State is another one: what the next update changes it may know by values that nobody has seen."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.kernels.captured import Captured
 from zerokern.kernels.cpu import sumsq_chunks
-from zerokern.kernels.formats import COLUMNS
+from zerokern.kernels.formats import COLUMNS, VALUES
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.products import way_of
 from zerokern.kernels.reference import SUMSQ_CHUNK
@@ -29,9 +29,6 @@ __all__ = ["MatrixBatch", "MatrixTable", "SpareMatrix"]
 
 _HOST = torch.device("cpu")
 _OF_AVERAGES = ("exp_avg", "exp_avg_scale")
-_OF_PARAMETERS = tuple(
-    name for name in COLUMNS if name not in ("grad", "numel", "group") and not name.startswith("exp_avg")
-)
 _IN_A_GRAPH = (
     "a step of Muon cannot go into a CUDA graph; capture forward and backward alone, and call step() after each replay"
 )
@@ -153,7 +150,7 @@ class MatrixBatch:
             to = self._addresses_from(addresses[0], numel * directions.itemsize)
             of_averages = {name: self._of_rows(columns[name]) for name in _OF_AVERAGES}
             of_averages |= {"out": to, "exp_avg_sq": self._addresses_from(addresses[2], 8 * _chunks_of(numel))}
-            of_parameters = {name: self._of_rows(columns[name]) for name in _OF_PARAMETERS} | {"grad": to}
+            of_parameters = {name: self._of_rows(columns[name]) for name in VALUES} | {"grad": to}
             for table, words in (self.averages, of_averages), (self.parameters, of_parameters):
                 table.columns["numel"][:] = array("Q", [numel] * len(self.rows))
                 for name, mine in words.items():

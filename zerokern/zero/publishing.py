@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
-from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.changed_spans import ChangedSpan, Take
 from zerokern.zero.kinds import Distributed
@@ -116,9 +115,9 @@ class Publisher:
         self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         entries = [entry for memory in self._memories for entry in memory.entries]
-        self._read = [one.param if one.full is None else one.full for one in entries]
-        self._read_bodies = TensorBodies(self._read)
-        shards = [shard_of(one) for one in self._read]
+        read = [one.param if one.full is None else one.full for one in entries]
+        self._read = Watch(read, versions=False, memory=False)
+        shards = [shard_of(one) for one in read]
         self._pieces = Watch((shard.piece for shard in shards if shard is not None), memory=False)
         self._spans: dict[int, ChangedSpan] = {}
         for memory in filter(self.gathers, self._memories) if by_changes else ():
@@ -147,11 +146,7 @@ class Publisher:
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
         with counting(span.writes for span in self.spans):
-            updated = self._pieces.written(accept=True)
-            if len(updated) == len(self._read):
-                self._read_bodies.bump_versions()
-            elif updated:
-                torch.autograd.graph.increment_version([self._read[place] for place in updated])
+            self._read.count_writes(self._pieces.written(accept=True))
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None, take: Take | None = None) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others.
