@@ -1,8 +1,10 @@
 // The packed form of a delta: of each block of ZK_BLOCK elements how many changed, which, and their new words. And the
 // checksum of all words that tells whether a delta fits.
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 
 #include "work.h"
 
@@ -21,6 +23,11 @@ struct BlockBits {
     uint64_t words[2] = {0, 0};
 
     BlockBits(const uint8_t *mask, int64_t length) {
+        static_assert(sizeof words == ZK_BLOCK / 8, "a block's bits");
+        if (length == ZK_BLOCK) {
+            std::memcpy(words, mask, sizeof words);
+            return;
+        }
         for (int64_t byte = 0; byte < bytes_of(length); ++byte)
             words[byte / 8] |= static_cast<uint64_t>(mask[byte]) << (byte % 8 * 8);
         for (int64_t w = 0; w < 2; ++w)
@@ -48,6 +55,57 @@ void pack(const uint8_t *mask, const Word *from, int64_t numel, uint8_t *places,
                 *places++ = static_cast<uint8_t>(bits.words[byte / 8] >> (byte % 8 * 8));
         }
     }
+}
+
+struct Sizes {
+    int64_t places = 0, values = 0;
+};
+
+// What the packed form takes, and how many changed in each block.
+Sizes count(const uint8_t *mask, int64_t numel, uint8_t *counts) {
+    Sizes sizes;
+    for (int64_t base = 0; base < numel; base += ZK_BLOCK) {
+        const int64_t length = length_of(numel, base), count = BlockBits(mask + base / 8, length).count();
+        if (counts) counts[base / ZK_BLOCK] = static_cast<uint8_t>(count);
+        sizes.places += place_bytes(count, length);
+        sizes.values += count;
+    }
+    return sizes;
+}
+
+// Packs GRAIN elements after GRAIN elements. Where they go follows from the mask, so that threads take them in order.
+template <class Word>
+struct PackWork {
+    const uint8_t *mask;
+    const Word *from;
+    int64_t numel;
+    uint8_t *places;
+    Word *values;
+    int64_t next = 0;
+    std::mutex taking{};
+
+    static void task(void *context) {
+        PackWork &w = *static_cast<PackWork *>(context);
+        for (;;) {
+            std::unique_lock<std::mutex> lock(w.taking);
+            const int64_t begin = w.next, numel = std::min(w.numel - begin, zk::GRAIN);
+            if (numel <= 0) return;
+            uint8_t *const places = w.places;
+            Word *const values = w.values;
+            const Sizes sizes = count(w.mask + begin / 8, numel, nullptr);
+            w.next += numel;
+            w.places += sizes.places;
+            w.values += sizes.values;
+            lock.unlock();
+            pack(w.mask + begin / 8, w.from + begin, numel, places, values);
+        }
+    }
+};
+
+template <class Word>
+void pack_in_pool(const uint8_t *mask, const void *from, int64_t numel, uint8_t *places, void *values) {
+    PackWork<Word> work{mask, static_cast<const Word *>(from), numel, places, static_cast<Word *>(values)};
+    zk::pool_run(PackWork<Word>::task, &work, zk::workers_for(numel));
 }
 
 // Whether places are those of a block: ascending, within it, as many as were counted.
@@ -152,13 +210,9 @@ extern "C" {
 int zk_changed_count(const uint8_t *mask, int64_t numel, uint8_t *counts, int64_t *sizes) {
     if (numel < 0) return ZK_E_COUNT;
     if (!sizes || (numel && (!mask || !counts))) return ZK_E_NULL;
-    sizes[0] = sizes[1] = 0;
-    for (int64_t base = 0; base < numel; base += ZK_BLOCK) {
-        const int64_t length = length_of(numel, base), count = BlockBits(mask + base / 8, length).count();
-        counts[base / ZK_BLOCK] = static_cast<uint8_t>(count);
-        sizes[0] += place_bytes(count, length);
-        sizes[1] += count;
-    }
+    const Sizes found = count(mask, numel, counts);
+    sizes[0] = found.places;
+    sizes[1] = found.values;
     return ZK_OK;
 }
 
@@ -167,10 +221,7 @@ int zk_changed_pack(const uint8_t *mask, const void *from, uint32_t dtype, int64
     if (numel < 0) return ZK_E_COUNT;
     if (!zk::is_float(dtype)) return ZK_E_FORMAT;
     if (numel && (!mask || !from || !places || !values)) return ZK_E_NULL;
-    if (dtype == ZK_F32)
-        pack(mask, static_cast<const uint32_t *>(from), numel, places, static_cast<uint32_t *>(values));
-    else
-        pack(mask, static_cast<const uint16_t *>(from), numel, places, static_cast<uint16_t *>(values));
+    (dtype == ZK_F32 ? pack_in_pool<uint32_t> : pack_in_pool<uint16_t>)(mask, from, numel, places, values);
     return ZK_OK;
 }
 

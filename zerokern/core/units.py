@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, get_args
 from zerokern.core.errors import got, nearest, one_of
 
 __all__ = [
-    "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "NS_FORMS", "RING_NBYTES",
-    "SMALL_GRADIENT", "STATE_FORMATS", "UPDATES", "MasterFormat", "NsForm", "Piece", "Publish", "Reduce", "Schedule",
-    "Stage", "StateFormat", "Tier", "Update", "in_units", "itemsize", "master_of", "meant_tier", "parse_nbytes",
-    "refuse_bare",
+    "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "NS_FORMS", "PUBLISH",
+    "RING_NBYTES", "SMALL_GRADIENT", "STATE_FORMATS", "UPDATES", "MasterFormat", "NsForm", "Piece", "Publish", "Reduce",
+    "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units", "itemsize", "master_of", "meant_tier",
+    "parse_nbytes", "refuse_bare",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -24,6 +24,7 @@ StateFormat = Literal["fp32", "bf16", "int8"]
 MasterFormat = Literal["fp32", "split16", "split8", "none"]
 NsForm = Literal["standard", "gram"]  # of Muon's iteration
 Publish = Literal["all", "delta"]
+PUBLISH = get_args(Publish)
 Reduce = Literal["mean", "sum"]
 
 BLOCK = 128

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from zerokern.core.errors import IoError, StateError, got
 from zerokern.interop.tensorfile import DTYPES, code_of, header, read_header
 from zerokern.io.advice import file_error, on_disk
 from zerokern.io.renaming import Folder
-from zerokern.kernels.changed import Packed, unpack_changed, weighted_sum
+from zerokern.kernels.changed import PARTS, Packed, unpack_changed, weighted_sum
 from zerokern.zero.full_parameters import full_parameters
 from zerokern.zero.kinds import is_placed, shardings_of
 from zerokern.zero.shard import shard_of
@@ -29,7 +30,6 @@ from zerokern.zero.sharded import Sharded
 __all__ = ["Delta", "Difference", "print_of"]
 
 FORMAT = "zerokern delta 1"
-_PARTS = ("counts", "places", "values")
 _OTHER = (
     "{name!r} is not as it was before this delta (its checksum is {now:016x}, expected {then:016x}): the delta is of "
     "another model, out of turn, or applied already. Nothing was changed; apply deltas in the order in which they were "
@@ -91,7 +91,7 @@ class Difference:
         if isinstance(self.part, Tensor):
             flat.copy_(self.part)
         elif self.part is not None:
-            parts = (getattr(self.part, name).to(flat.device) for name in _PARTS)
+            parts = (getattr(self.part, name).to(flat.device) for name in PARTS)
             unpack_changed(Packed(flat.numel(), *parts), flat)
 
 
@@ -180,11 +180,9 @@ class Delta:
             if one.part is None:
                 continue
             with _opened(tensor, write=True) as there:
-                if there.is_contiguous():
-                    one.put(there.detach().view(-1))
-                else:
-                    flat = there.detach().reshape(-1)
-                    one.put(flat)
+                flat = there.detach().reshape(-1)
+                one.put(flat)
+                if not there.is_contiguous():  # else this is its memory
                     there.detach().copy_(flat.view(there.shape))
                 if not there.is_inference():
                     torch.autograd.graph.increment_version(there)
@@ -251,7 +249,7 @@ class Delta:
             if isinstance(one.part, Tensor):
                 parts[name] = one.part.view(one.shape)
             elif one.part is not None:
-                parts |= {f"{name}.{part}": getattr(one.part, part) for part in _PARTS}
+                parts |= {f"{name}.{part}": getattr(one.part, part) for part in PARTS}
         listed = {
             name: [code_of(name, one.dtype), list(one.shape), one.before, one.after]
             for name, one in self.tensors.items()
@@ -262,13 +260,8 @@ class Delta:
         whole = Path(path).absolute()
         new = f".{whole.name}.new"
         with on_disk(whole, "cannot write"), Folder(whole.parent) as folder:
-            folder.remove(new)
-            with folder.new(new) as file:
-                file.write(begin.first)
-                for name in begin.offsets:
-                    file.write(_bytes_of(parts[name].detach().cpu().contiguous()))
-                file.flush()
-                os.fsync(file.fileno())
+            buffers = (_bytes_of(parts[name].detach().cpu().contiguous()) for name in begin.offsets)
+            folder.write(new, chain([begin.first], buffers))
             folder.rename((new, whole.name))
 
     @classmethod
@@ -295,7 +288,7 @@ class Delta:
                     if one.part.dtype != one.dtype or one.part.numel() != one.numel:
                         raise ValueError(f"{name!r} has other values than it says")
                 elif f"{name}.counts" in parts:
-                    one.part = Packed(one.numel, *(parts.pop(f"{name}.{part}").view(-1) for part in _PARTS))
+                    one.part = Packed(one.numel, *(parts.pop(f"{name}.{part}").view(-1) for part in PARTS))
             if parts:
                 raise ValueError(f"{next(iter(parts))!r} is of no tensor that it lists")
         except IoError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from zerokern.comm import Group, during, group_of, group_on
 from zerokern.core.errors import StateError, got
 from zerokern.interop.delta import Delta, Difference
 from zerokern.interop.tensorfile import code_of
-from zerokern.kernels.changed import Packed, changed_mask, pack_changed, unpack_changed, weighted_sum
+from zerokern.kernels.changed import PARTS, Packed, changed_mask, pack_changed, unpack_changed, weighted_sum
 from zerokern.kernels.formats import BLOCK, DTYPES
 from zerokern.memory.here import Here
 from zerokern.optim.base import FusedOptimizer
@@ -33,7 +35,9 @@ _TOGETHER = 64 << 20  # bytes of all ranks that are exchanged at once
 _DENSE = -1
 _MOST = 1.0  # of a tensor's bytes, that what is packed of it may take
 _ANEW = "call zk.deltas(model, opt) anew, and begin from a full copy"
-Header = list[int]  # of a tensor's part on one rank: counts, places and values, or _DENSE; its checksum
+Header = list[int]  # of a tensor's part on one rank: the packed bytes, or _DENSE; those of places; its checksum
+Sent = tuple[int, bool, list[int]]
+"""Of one tensor: its place; whether all values are sent; how many bytes each rank sends."""
 
 
 def deltas(model: nn.Module, opt: Any, *, group: Any = None) -> Deltas:
@@ -96,11 +100,11 @@ class Deltas:
         with during("zk.deltas", of="zk.deltas"):
             self._settle()
             self._parts = self._divide()
-            self._mine = [self._has_part(place) for place in range(len(self._names))]
+            self._mine = [any(rank == self._group.rank for rank, _ in some) for some in self._parts]
             for optimizer in self._optimizers:
                 self._follow(optimizer)
-            self._reader.look(whole=True)
-            self._reader.dense.clear()
+            self._reader.note(whole=True)
+            self._reader.places.clear()
             with torch.no_grad():
                 self._sums = [self._sum(place) if mine else 0 for place, mine in enumerate(self._mine)]
             everyone = self._group.exchange(self._sums)
@@ -119,7 +123,7 @@ class Deltas:
             with during("take() of zk.deltas", of="zk.deltas"), torch.no_grad():
                 return self._take()
         except BaseException:
-            self._reader.dense.update(range(len(self._names)))
+            self._reader.places.update(range(len(self._names)))
             raise
 
     def _take(self) -> Delta:
@@ -141,16 +145,16 @@ class Deltas:
         for rank, theirs in enumerate(everyone):
             if isinstance(theirs, str):
                 raise StateError(f"rank {rank} could not say what has changed: {theirs}")
-        after = [sum(theirs[place][3] for theirs in everyone) % (1 << 64) for place in range(len(self._names))]
+        after = [sum(theirs[place][-1] for theirs in everyone) % (1 << 64) for place in range(len(self._names))]
         made = {}
         for place, name in enumerate(self._names):
             tensor = self._tensors[name]
             made[name] = Difference(tuple(tensor.shape), tensor.dtype, self._before[place], after[place])
-        for forms in self._batches(everyone):
-            for place, part in zip(forms, self._gather(forms, everyone, packs), strict=True):
+        for batch in self._batches(everyone):
+            for (place, *_), part in zip(batch, self._gather(batch, everyone, packs), strict=True):
                 made[self._names[place]].part = part
-        self._before, self._sums = after, [header[3] for header in headers]
-        self._reader.dense.clear()
+        self._before, self._sums = after, [header[-1] for header in headers]
+        self._reader.places.clear()
         return Delta(made, aliases(self.model))
 
     # What has changed here.
@@ -183,15 +187,14 @@ class Deltas:
             here = optimizer.holdings
             if self._reader not in here.changes.readers or here.closed:  # and what was there is gone
                 for param in params_of(optimizer.param_groups):
-                    if (place := self._reader.place_of(param)) is not None:
-                        self._reader.dense.add(place)
+                    self._reader.doubt(param)
                 if here.closed:
                     self._optimizers.remove(optimizer)
                     continue
                 self._follow(optimizer)
             if not here.delays:
                 here.changes.tell(here.shards)
-        self._reader.look(whole=True)
+        self._reader.note(whole=True)
 
     def _flat(self, place: int) -> Tensor:
         return self._shards[place].piece.detach().contiguous().view(-1)
@@ -206,20 +209,18 @@ class Deltas:
 
     def _pack(self, place: int) -> tuple[Header, Packed | None]:
         """Returns the header of this rank's part of a tensor, and the part, unless it is dense."""
-        bits, is_dense = self._reader.take(place), place in self._reader.dense
+        bits, is_dense = self._reader.take(place), place in self._reader.places
         if not self._mine[place]:
-            return [_DENSE if is_dense else 0, 0, 0, 0], None
-        total = self._sum(place)
-        if not is_dense and bits is None:
-            return [_DENSE if total != self._sums[place] else 0, 0, 0, total], None  # whoever has written it
-        piece = self._shards[place].piece
-        if is_dense or bits is None or piece.dtype not in DTYPES:
-            return [_DENSE, 0, 0, total], None
-        with present(piece):
-            packed = pack_changed(bits, self._flat(place))
-        if packed.nbytes >= _MOST * piece.nbytes:
-            return [_DENSE, 0, 0, total], None
-        return [packed.counts.numel(), packed.places.numel(), packed.values.numel(), total], packed
+            return [_DENSE if is_dense else 0, 0, 0], None
+        total, piece, packed = self._sum(place), self._shards[place].piece, None
+        if bits is None:
+            is_dense = is_dense or total != self._sums[place]  # whoever has written it
+        elif not is_dense and piece.dtype in DTYPES:
+            with present(piece):
+                packed = pack_changed(bits, self._flat(place))
+        if packed is not None and packed.nbytes < _MOST * piece.nbytes:
+            return [packed.nbytes, packed.places.numel(), total], packed
+        return [_DENSE if is_dense or bits is not None else 0, 0, total], None
 
     # Which ranks have what.
 
@@ -250,138 +251,112 @@ class Deltas:
             parts.append([(rank, here) for here, rank in sorted(ranks.items(), key=lambda pair: pair[0].first)])
         return parts
 
-    def _has_part(self, place: int) -> bool:
-        return any(rank == self._group.rank for rank, _ in self._parts[place])
+    def _sent(self, place: int, headers: Sequence[Header]) -> Sent:
+        """Returns how a tensor is sent. `headers`: of it, of all ranks."""
+        tensor, nbytes = self._tensors[self._names[place]], [header[0] for header in headers]
+        is_dense = _DENSE in nbytes or sum(nbytes) >= _MOST * tensor.numel() * tensor.itemsize
+        if is_dense:
+            numels = {rank: here.numel for rank, here in self._parts[place]}
+            nbytes = [numels.get(rank, 0) * tensor.itemsize for rank in range(self._group.size)]
+        return place, is_dense, nbytes
 
-    def _form(self, place: int, everyone: Sequence[Sequence[Header]]) -> str:
-        """Returns how a tensor is sent: "" where nothing of it has changed, "packed" or "dense"."""
-        tensor, headers = self._tensors[self._names[place]], [theirs[place] for theirs in everyone]
-        if any(header[0] == _DENSE for header in headers):
-            return "dense" if tensor.numel() else ""
-        nbytes = sum(counts + places + values * tensor.itemsize for counts, places, values, _ in headers)
-        return "" if not nbytes else "packed" if nbytes < _MOST * tensor.numel() * tensor.itemsize else "dense"
-
-    def _segments(self, place: int, rank: int, form: str, everyone: Sequence[Sequence[Header]]) -> list[int]:
-        """Returns the bytes of each tensor that a rank sends of this one."""
-        itemsize = self._tensors[self._names[place]].itemsize
-        if form == "dense":
-            return [here.numel * itemsize for sender, here in self._parts[place] if sender == rank]
-        counts, places, values, _ = everyone[rank][place]
-        return [counts, places, values * itemsize] if counts else []
-
-    def _batches(self, everyone: Sequence[Sequence[Header]]) -> Iterator[dict[int, str]]:
-        """Yields the forms of tensors that have changed, as many at once as are exchanged together."""
-        batch: dict[int, str] = {}
-        nbytes = 0
-        for place in range(len(self._names)):
-            form = self._form(place, everyone)
-            if not form:
-                continue
-            more = sum(sum(self._segments(place, rank, form, everyone)) for rank in range(self._group.size))
-            if batch and nbytes + more > _TOGETHER:
+    def _batches(self, everyone: Sequence[Sequence[Header]]) -> Iterator[list[Sent]]:
+        """Yields the tensors that have changed, as many at once as are exchanged together."""
+        batch: list[Sent] = []
+        total = 0
+        for one in (self._sent(place, headers) for place, headers in enumerate(zip(*everyone, strict=True))):
+            nbytes = sum(one[-1])
+            if batch and total + nbytes > _TOGETHER:
                 yield batch
-                batch, nbytes = {}, 0
-            batch[place] = form
-            nbytes += more
+                batch, total = [], 0
+            if nbytes:
+                batch.append(one)
+                total += nbytes
         if batch:
             yield batch
 
     def _gather(
-        self, forms: dict[int, str], everyone: Sequence[Sequence[Header]], packs: Sequence[Packed | None]
+        self, batch: Sequence[Sent], everyone: Sequence[Sequence[Header]], packs: Sequence[Packed | None]
     ) -> Iterator[Tensor | Packed]:
         """Yields what has changed of these tensors, in their whole shape. All ranks send what they have of them."""
-        sent: list[Tensor] = []
-        for place, form in forms.items():
-            packed, piece = packs[place], self._shards[place].piece
-            if form == "packed":
-                sent += [] if packed is None else [packed.counts, packed.places, packed.values]
-            elif self._has_part(place):
-                with present(piece):
-                    sent.append(self._flat(place).clone())
-        ranks = range(self._group.size)
-        sizes = [[self._segments(place, rank, form, everyone) for place, form in forms.items()] for rank in ranks]
-        received = [iter(one) for one in self._move(sent, sizes)]
-        for number, (place, form) in enumerate(forms.items()):
-            dtype = self._tensors[self._names[place]].dtype
-            found: list[tuple[Here, Tensor | Packed | None]] = []
+        mine = []
+        for place, is_dense, nbytes in batch:
+            packed, sent = packs[place], torch.empty(0, dtype=torch.uint8)
+            if is_dense and nbytes[self._group.rank]:
+                with present(self._shards[place].piece):
+                    sent = self._flat(place).clone().view(torch.uint8)
+            elif packed is not None and not is_dense:
+                sent = torch.empty(packed.nbytes, dtype=torch.uint8, device=packed.values.device)
+                packed.write(sent)
+            mine.append(sent)
+        received = self._move(mine, [nbytes for *_, nbytes in batch])
+        for number, (place, is_dense, _) in enumerate(batch):
+            tensor, found = self._tensors[self._names[place]], list[tuple[Here, Any]]()
             for rank, here in self._parts[place]:
-                parts = [next(received[rank]) for _ in sizes[rank][number]]
-                if form == "dense":
-                    found.append((here, parts[0].view(dtype)))
-                elif parts:
-                    found.append((here, Packed(here.numel, parts[0], parts[1], parts[2].view(dtype))))
+                sent, nplaces = received[rank][number], everyone[rank][place][1]
+                if is_dense:
+                    found.append((here, sent.view(tensor.dtype)))
+                elif sent.numel():
+                    found.append((here, Packed.read(sent, here.numel, tensor.dtype, nplaces)))
                 else:
-                    found.append((here, None))
-            yield _joined(self._tensors[self._names[place]], found)
+                    found.append((here, Packed.none(here.numel, tensor.dtype, sent.device)))
+            yield _joined(tensor, found)
 
-    def _move(self, sent: list[Tensor], sizes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
-        """Returns what each rank has sent, tensor by tensor, as bytes."""
+    def _move(self, mine: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+        """Returns by rank what each has sent of each tensor, as bytes. `sizes`: by tensor how many, of each rank."""
         group = self._group
         if group.size == 1:
-            return [[one.view(torch.uint8) for one in sent]]
-        lengths = [[_room(nbytes) for some in rank for nbytes in some] for rank in sizes]
-        totals = [sum(one) for one in lengths]
-        longest = max(totals)
-        senders = [rank for rank, total in enumerate(totals) if total]
+            return [list(mine)]
+        # each at a multiple of any element
+        begins = [
+            [*accumulate((-(-nbytes // 16) * 16 for nbytes in rank), initial=0)] for rank in zip(*sizes, strict=True)
+        ]
+        longest = max(rank[-1] for rank in begins)
+        senders = [rank for rank, some in enumerate(begins) if some[-1]]
         span = torch.zeros(longest, dtype=torch.uint8, device=group.device)
-        at = 0
-        for one, room in zip(sent, lengths[group.rank], strict=True):
-            span[at : at + one.nbytes].copy_(one.view(torch.uint8))
-            at += room
+        for begin, sent in zip(begins[group.rank], mine, strict=False):
+            span[begin : begin + sent.numel()].copy_(sent)
         if len(senders) == 1:
             group.broadcast(span, senders[0]).wait()
-            spans = {senders[0]: span}
+            spans = [span] * group.size
         else:
             whole = torch.empty(longest * group.size, dtype=torch.uint8, device=group.device)
             group.all_gather(whole, span).wait()
-            spans = dict(enumerate(whole.split(longest)))
-        received = []
-        for rank, rooms in enumerate(lengths):
-            flat = [nbytes for some in sizes[rank] for nbytes in some]
-            cut = spans[rank].split([*rooms, longest - totals[rank]]) if rooms else ()
-            received.append([one[:nbytes] for one, nbytes in zip(cut, flat, strict=False)])
-        return received
+            spans = list(whole.split(longest))
+        return [
+            [spans[rank][begin : begin + some[rank]] for begin, some in zip(begins[rank], sizes, strict=False)]
+            for rank in range(group.size)
+        ]
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _room(nbytes: int) -> int:
-    """Returns the bytes that a tensor takes among others, each at a multiple of any element."""
-    return -(-nbytes // 16) * 16
-
-
 def _joined(tensor: Tensor, parts: Sequence[tuple[Here, Any]]) -> Tensor | Packed:
     """Joins the parts of a tensor that ranks have: all values, or what has changed of them."""
-    numel, known = tensor.numel(), next(part for _, part in parts if part is not None)
+    numel, known = tensor.numel(), parts[0][1]
     if isinstance(known, Tensor):
         whole = torch.empty(numel, dtype=tensor.dtype, device=known.device)
         for here, part in parts:
-            for start, count, first in here.runs():
-                whole[start : start + count] = part[first : first + count]
+            _put(here, part, whole)
         return whole
-    device = known.values.device
     runs = [here.runs() for here, _ in parts]
     if all(len(some) == 1 and some[0][0] % BLOCK == 0 for some in runs):  # in order, and no block is of two ranks
-        none = torch.empty(0, dtype=torch.uint8, device=device)
-        counts = [torch.zeros(-(-here.numel // BLOCK), dtype=torch.uint8, device=device) for here, _ in parts]
-        counts = [zero if part is None else part.counts for zero, (_, part) in zip(counts, parts, strict=True)]
-        places = torch.cat([none, *(part.places for _, part in parts if part is not None)])
-        return Packed(numel, torch.cat(counts), places, torch.cat([p.values for _, p in parts if p is not None]))
-    whole = torch.zeros(numel, dtype=tensor.dtype, device=device)
-    marks = torch.zeros_like(whole)
-    for (here, part), some in zip(parts, runs, strict=True):
-        if part is None:
-            continue
-        values, marked = (torch.zeros(here.numel, dtype=tensor.dtype, device=device) for _ in range(2))
-        unpack_changed(part, values)
-        ones = torch.ones_like(part.values)
-        unpack_changed(Packed(part.numel, part.counts, part.places, ones), marked)
-        for start, count, first in some:
-            whole[start : start + count] = values[first : first + count]
-            marks[start : start + count] = marked[first : first + count]
+        return Packed(numel, *(torch.cat([getattr(part, name) for _, part in parts]) for name in PARTS))
+    # a 1 where anything has changed, and what it is now
+    marks, whole = (torch.zeros(numel, dtype=tensor.dtype, device=known.values.device) for _ in range(2))
+    for here, part in parts:
+        for to, values in ((marks, torch.ones_like(part.values)), (whole, part.values)):
+            flat = to.new_zeros(here.numel)
+            unpack_changed(replace(part, values=values), flat)
+            _put(here, flat, to)
     return pack_changed(changed_mask(torch.zeros_like(marks), marks), whole)
+
+
+def _put(here: Here, part: Tensor, whole: Tensor) -> None:
+    for start, count, first in here.runs():
+        whole[start : start + count] = part[first : first + count]
 
 
 def _group_of(group: Any, shards: Sequence[Shard]) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -29,15 +30,16 @@ class Folder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.fdopen(os.open(name, flags, mode, dir_fd=self.fd), "wb")
 
-    def write(self, name: str, content: bytes, mode: int = 0o666) -> None:
-        """A file of that content, which lasts when this returns; its name lasts from the next rename on."""
+    def write(self, name: str, content: bytes | Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+        """A file of that content, or of all of these buffers, which lasts when this returns; its name lasts from the
+        next rename on."""
         try:
             made = self.new(name, mode)
         except FileExistsError:  # a kill has left it
             self.remove(name)
             made = self.new(name, mode)
         with made as file:
-            file.write(content)
+            file.writelines((content,) if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
 

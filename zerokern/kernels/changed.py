@@ -13,8 +13,13 @@ from zerokern.core import native
 from zerokern.core.errors import KernelError, got
 from zerokern.kernels import checks, formats
 
-__all__ = ["Packed", "changed_mask", "pack_changed", "unpack_changed", "weighted_sum"]
+__all__ = [
+    "MOST", "PARTS", "Packed", "Pause", "add_bits", "changed_mask", "pack_changed", "unpack_changed", "weighted_sum",
+]  # fmt: skip
 
+MOST = 0.75  # of the bytes of all values: where changes take more, packing costs more than it saves
+PARTS = ("counts", "places", "values")
+_PAUSE = 8  # times in a row that values are sent, of which the last alone is packed, where the last ones took more
 _LISTED = 16  # from so many on the places of a block are its bits
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CHUNK = 1 << 16  # words that are added up together by torch's operations
@@ -42,6 +47,48 @@ class Packed:
     def nbytes(self) -> int:
         return self.counts.nbytes + self.places.nbytes + self.values.nbytes
 
+    @classmethod
+    def none(cls, numel: int, dtype: torch.dtype, device: torch.device) -> Packed:
+        """Returns what `pack_changed` does where nothing has changed."""
+        counts = torch.zeros(formats.blocks(numel), dtype=torch.uint8, device=device)
+        return cls(numel, counts, counts[:0], torch.empty(0, dtype=dtype, device=device))
+
+    def write(self, out: Tensor) -> None:
+        """Writes all parts to `nbytes` bytes, of which a rank or a device is sent a copy."""
+        torch.cat([self.values.view(torch.uint8), self.counts, self.places], out=out)
+
+    @classmethod
+    def read(cls, sent: Tensor, numel: int, dtype: torch.dtype, nplaces: int) -> Packed:
+        """Returns what `write` has written, in the same memory, which is aligned to elements.
+
+        >>> packed, sent = pack_changed(torch.tensor([5], dtype=torch.uint8), torch.ones(4)), torch.empty(11).byte()
+        >>> packed.write(sent); Packed.read(sent, 4, torch.float32, 2).values
+        tensor([1., 1.])
+        """
+        ncounts = formats.blocks(numel)
+        values, counts, places = sent.split([sent.numel() - ncounts - nplaces, ncounts, nplaces])
+        return cls(numel, counts, places, values.view(dtype))
+
+
+class Pause:
+    """Says whether to pack what has changed of values that are sent again and again.
+
+    >>> pause = Pause(); pause.begin(); [pause.is_over() for _ in range(8)].count(False)
+    7
+    """
+
+    def __init__(self) -> None:
+        self._left = 0
+
+    def is_over(self) -> bool:
+        """Returns whether to pack this time, and counts it."""
+        left, self._left = self._left, max(self._left - 1, 0)
+        return not left
+
+    def begin(self) -> None:
+        """All is sent for some time: what had changed took more than MOST."""
+        self._left = _PAUSE - 1
+
 
 def changed_mask(before: Tensor, after: Tensor) -> Tensor:
     """Returns which elements have other bits, one bit for each, the lowest first: what updates add to `changed`.
@@ -52,6 +99,21 @@ def changed_mask(before: Tensor, after: Tensor) -> Tensor:
     word = _WORDS[before.element_size()]
     differ = before.reshape(-1).view(word) != after.reshape(-1).view(word)
     return _bytes_of(differ)
+
+
+def add_bits(mask: Tensor, start: int, bits: Tensor) -> None:
+    """Sets bits of elements from `start` on, as far as there is a mask.
+
+    >>> mask = torch.zeros(2, dtype=torch.uint8); add_bits(mask, 7, torch.tensor([5], dtype=torch.uint8)); mask
+    tensor([128,   2], dtype=torch.uint8)
+    """
+    begin, shift = divmod(start, 8)
+    if shift:
+        wide = torch.nn.functional.pad(bits.to(torch.int32), (0, 1)) << shift
+        wide[1:] |= wide[:-1] >> 8
+        bits = (wide & 0xFF).to(torch.uint8)
+    part = mask[begin : begin + bits.numel()]
+    part |= bits[: part.numel()]
 
 
 def pack_changed(mask: Tensor, values: Tensor) -> Packed:

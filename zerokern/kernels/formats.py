@@ -20,6 +20,7 @@ __all__ = [
     "STATES",
     "STATE_DTYPES",
     "STATE_FORMATS",
+    "VALUES",
     "blocks",
 ]
 
@@ -35,6 +36,8 @@ COLUMNS = tuple(name for name, _ in NativeSegment._fields_)
 """of a table of an update: one word for each row"""
 POINTERS = tuple(name for name in COLUMNS[: COLUMNS.index("numel")] if name != "grad")
 """those that point at what the rows keep; gradients lie elsewhere in each step"""
+VALUES = tuple(name for name in COLUMNS if name not in ("grad", "numel", "group") and not name.startswith("exp_avg"))
+"""those that say where a parameter's values are, and how they are written: no moments"""
 MASTER_OF = {dtype: name for name, dtype in REMAINDERS.items()}
 CODECS = {
     ("encode", "exp_avg"): 1,

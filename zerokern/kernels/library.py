@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from zerokern.kernels import ops
+from zerokern.kernels.formats import VALUES
 from zerokern.kernels.rules import RULES
 
 __all__ = ["accumulate_", "adagrad_", "adam_", "cast", "lion_", "muon_", "sgd_", "sumsq"]
@@ -29,7 +31,6 @@ __all__ = ["accumulate_", "adagrad_", "adam_", "cast", "lion_", "muon_", "sgd_",
 Tensors = Sequence[Tensor]
 _DEVICES = ("cpu", "cuda")
 _LIBRARY = torch.library.Library("zerokern", "FRAGMENT")
-_MASTERS = ("remainder", "master", "out", "changed")
 _SHARED = ("maximize", "scale", "stochastic_seed")  # settings behind those of one rule alone
 
 
@@ -44,8 +45,8 @@ def _over_lists(op: Callable[..., None]) -> OpOverload:
     """
     given = inspect.signature(op).parameters
     tensors = [name for name, one in given.items() if one.annotation.startswith("Tensors")]
-    tensors.sort(key=lambda name: (given[name].annotation != "Tensors") * (1 + (name in _MASTERS)))
-    names, aliases = [f"{name.removesuffix('s')}s" for name in tensors], iter("abcdefghi")
+    tensors.sort(key=lambda name: (given[name].annotation != "Tensors") * (1 + (name in VALUES)))
+    names, aliases = [f"{name.removesuffix('s')}s" for name in tensors], iter(ascii_lowercase)
     lists = []
     for name, plural in zip(tensors, names, strict=True):
         kind = "Tensor[]" if name == "grad" else f"Tensor({next(aliases)}!)[]"

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerokern.kernels.changed import Packed, pack_changed, unpack_changed
+from zerokern.kernels.changed import MOST, PARTS, Packed, Pause, pack_changed, unpack_changed
 from zerokern.kernels.triton.backend import launching
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.tier import HostTier, Wanted
 
-__all__ = ["Changed", "ChangedCopies", "Send"]
+__all__ = ["Changed", "ChangedCopies"]
 
 _SLOTS = 2  # one is filled while the other is on its way
-_MOST = 0.75  # of the bytes of all values: where changes take more, packing costs more than it saves
-_PAUSE = 8  # copies of the same values, of which the last alone is packed, where the last one was no less
 _ALL_EACH = 64  # copies of the same values: what nobody counts as written on the device lasts no longer
 _ALIGNMENT = 16
-Send = Callable[[Tensor, slice], Tensor | None]
-"""Gives up the bits of what has changed of these elements of a tensor; None: nobody knows."""
 
 
 class Changed(NamedTuple):
@@ -47,7 +43,7 @@ class ChangedCopies:
     def __init__(self, link: Copies, room: HostTier) -> None:
         self._link, self._room = link, room
         self._slots = [_Slot() for _ in range(_SLOTS)]
-        self._paused: dict[object, int] = {}
+        self._pauses: dict[object, Pause] = {}
         self._counts: dict[object, int] = {}
 
     def send(self, key: object, changed: Sequence[Changed], ready: Any) -> Copy | None:
@@ -56,18 +52,17 @@ class ChangedCopies:
         `key`: says which values these are, of those that are copied in each step.
         """
         self._counts[key] = self._counts.get(key, len(self._counts)) + 1  # so that they take turns
-        if self._paused.get(key) or not self._counts[key] % _ALL_EACH:
-            self._paused[key] = max(self._paused.get(key, 0) - 1, 0)
+        pause = self._pauses.setdefault(key, Pause())
+        if not pause.is_over() or not self._counts[key] % _ALL_EACH:
             return None
         from zerokern.kernels.triton.changed import group_rows  # where no device is asked for, Triton may be missing
 
         packs = [(pack_changed(one.bits, one.values), one.target) for one in changed]
         rows = group_rows(packs)
-        sections = [[rows.view(-1)], *([getattr(one, name) for one, _ in packs] for name in ("counts", "places"))]
-        sections.append([one.values for one, _ in packs])
+        sections = [[rows.view(-1)], *([getattr(one, name) for one, _ in packs] for name in PARTS)]
         sizes = [-(-sum(one.nbytes for one in some) // _ALIGNMENT) * _ALIGNMENT for some in sections]
-        if sum(sizes) >= _MOST * sum(one.values.nbytes for one in changed):
-            self._paused[key] = _PAUSE - 1
+        if sum(sizes) > MOST * sum(one.values.nbytes for one in changed):
+            pause.begin()
             return None
         with self._link.driver.aside("up"):
             if not len(rows):
@@ -115,9 +110,7 @@ class ChangedCopies:
 
 def _unpack_here(packs: Sequence[tuple[Packed, Tensor]], *parts: Tensor) -> None:
     """Does what the device's kernel does, where the device's memory is the host's."""
-    begins = [0, 0, 0]
-    for packed, target in packs:
-        lengths = [packed.counts.numel(), packed.places.numel(), packed.values.numel()]
-        found = [part[begin : begin + n] for part, begin, n in zip(parts, begins, lengths, strict=True)]
-        unpack_changed(Packed(packed.numel, *found), target)
-        begins = [begin + n for begin, n in zip(begins, lengths, strict=True)]
+    lengths = [[getattr(packed, name).numel() for packed, _ in packs] for name in PARTS]
+    found = (part[: sum(some)].split(some) for part, some in zip(parts, lengths, strict=True))
+    for (packed, target), *some in zip(packs, *found, strict=True):
+        unpack_changed(Packed(packed.numel, *some), target)

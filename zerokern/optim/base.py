@@ -200,7 +200,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             "step_s": self._step_s,
             **waited,
             **self.holdings.state_nbytes(),
-            **self.holdings.change_nbytes(),
         }
 
     @torch._disable_dynamo

@@ -69,7 +69,7 @@ class Binding:
         self._names: Sequence[str] = ("all",)
         self._updated = self._taken = 0  # batches, in the update at hand: made, and begun
         self._notes: UpdateRecorder | None = None
-        self._done = self._is_laid_out = self._is_followed = self._launches_records = False
+        self._done = self._is_laid_out = self._launches_records = False
         self._ns_dtypes: list[Any] = []  # by group, where matrices are updated, as of the rows
         self._flow: Generator[int, None, None] | None = None
         self._fetched: list[Rest] = []
@@ -137,9 +137,6 @@ class Binding:
     def _lay_out(self) -> None:
         """Puts the rows into batches in the order of the turns, and all of them into tables."""
         survey, tier, compute, beside = self.survey, self.tier, self.compute, self.beside
-        self._is_followed = compute.changes.wanted
-        if not self._is_followed:
-            compute.changes.forget()
         self._batches = batches = self._batches_of()
         self._ring = tier.ring or Ring.without_memory(_AHEAD)
         cells = self._ring.slots
@@ -238,11 +235,10 @@ class Binding:
         """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
         self.tier.check()
         self.begun, self._done, self._updated, self._taken = False, False, 0, 0
-        self.compute.changes.look_at_masters()
+        self.compute.changes.begin()
         in_rounds = self.tier.streams and bool(self.survey.matrices)
         ns_dtypes = [one["ns_dtype"] for one in settings] if in_rounds else []
-        known = self._is_laid_out and self._is_followed is self.compute.changes.wanted
-        if self.compute.is_outdated() or not known or ns_dtypes != self._ns_dtypes:
+        if self.compute.is_outdated() or not self._is_laid_out or ns_dtypes != self._ns_dtypes:
             self._ns_dtypes = ns_dtypes
             with self.compute.launching():
                 self._lay_out()

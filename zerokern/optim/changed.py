@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerokern.kernels.changed import add_bits
 from zerokern.optim.device import refuse_capture
 from zerokern.zero.changed_spans import ChangedSpan
 from zerokern.zero.kinds import version_of
 from zerokern.zero.shard import Shard, shard_of
-from zerokern.zero.watch import Watch
+from zerokern.zero.watch import WriteLog, counting
 
 __all__ = ["Changes", "Reader"]
 
@@ -33,7 +34,7 @@ class _Mask:
         self.rounds = False
         self.master: Tensor | None = None  # where that is in memory
         self._version = 0
-        self.sent: Tensor | None = None  # bits that a device was sent, and readers have yet to be told
+        self._untold: Tensor | None = None  # bits that others were sent, and readers have yet to be told
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether the tensor has not been given memory elsewhere, or for other elements."""
@@ -51,36 +52,32 @@ class _Mask:
             self.apart[start] = there
         return there
 
-    def take(self) -> Tensor | None:
-        """Returns the bits, if there are any, and clears them."""
-        self._join_apart()
-        if self.sent is not None:
-            self.bits |= self.sent
-            self.sent = None
-        found = self.bits.clone() if bool(self.bits.any()) else None
-        self.bits.zero_()
-        return found
+    @property
+    def nbytes(self) -> int:
+        untold = 0 if self._untold is None else self._untold.nbytes
+        return self.bits.nbytes + untold + sum(one.nbytes for one in self.apart.values())
 
-    def send(self, elements: slice, *, keeps: bool) -> Tensor:
-        """Returns the bits of these elements, which begin where a block does, and clears them. `keeps`: `take` has them
-        yet."""
-        if elements.stop - elements.start == self.tensor.numel():
+    def take(self, elements: slice | None, *, keeps: bool) -> Tensor:
+        """Returns the bits of these elements, which begin where a block does, or of all, and clears them. `keeps`:
+        readers are told of them yet."""
+        if elements is None or elements.stop - elements.start == self.tensor.numel():
             self._join_apart()
-        part = self.of(elements.start, elements.stop - elements.start)
+        part = self.bits if elements is None else self.of(elements.start, elements.stop - elements.start)
         found = part.clone()
         if keeps:
-            self.sent = torch.zeros_like(self.bits) if self.sent is None else self.sent
-            self.sent[elements.start // 8 :][: found.numel()] |= found
+            self._untold = torch.zeros_like(self.bits) if self._untold is None else self._untold
+            self._untold[0 if elements is None else elements.start // 8 :][: found.numel()] |= found
         part.zero_()
         return found
 
+    def tell(self) -> Tensor:
+        """Returns all bits that readers have yet to be told, and clears them."""
+        found, untold, self._untold = self.take(None, keeps=False), self._untold, None
+        return found if untold is None else found | untold
+
     def _join_apart(self) -> None:
         for start, bits in self.apart.items():
-            begin, shift = start // 8, start % 8
-            wide = torch.nn.functional.pad(bits.to(torch.int32), (0, 1)) << shift
-            wide[1:] |= wide[:-1] >> 8
-            part = self.bits[begin : begin + wide.numel()]
-            part |= (wide & _EVERY).to(torch.uint8)[: part.numel()]
+            add_bits(self.bits, start, bits)
             bits.zero_()
 
     def fill(self) -> None:
@@ -96,48 +93,45 @@ class _Mask:
         self._version = version
 
 
-class Reader:
-    """What one follower knows of a model's tensors: bits that updates have told, and what anybody else has written.
-
-    `dense`: places of tensors of which somebody has written what no bits tell.
-    """
+class Reader(WriteLog):
+    """What one follower knows of a model's tensors: bits that updates have told, and what anybody else has written."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Shard]]) -> None:
         """`pairs`: the tensors, each with what this rank holds of it."""
-        self.pairs = pairs
-        self.dense: set[int] = set()
+        super().__init__(shard.piece for _, shard in pairs)
         self._bits: dict[int, Tensor] = {}
-        self._watch = Watch(shard.piece for _, shard in pairs)
         self._divided = [(tensor, shard) for tensor, shard in pairs if shard.sharding is not None]
         # no shards of zk.shard's: an optimizer has others of them, and counts writes with these
         self._placed = [(tensor, shard) for tensor, shard in self._divided if shard_of(tensor) is not shard]
         self._places = {id(tensor): place for place, (tensor, _) in enumerate(pairs)}
         self._places |= {id(shard.piece): place for place, (_, shard) in enumerate(pairs)}
 
-    def place_of(self, *tensors: Tensor) -> int | None:
-        """Returns the place of the tensor that one of these is, or is a piece of."""
-        return next((place for one in tensors if (place := self._places.get(id(one))) is not None), None)
-
-    def look(self, *, whole: bool = False) -> None:
-        """Notes what was written since writes were last accepted. `whole`: of whole parameters, too, which an optimizer
-        has looked at before its own writes."""
+    def note(self, *, whole: bool = False) -> None:
+        """Notes what was written. `whole`: of whole parameters, too, which an optimizer has looked at before its own
+        writes."""
         for tensor, shard in self._divided if whole else self._placed:
             shard.count_writes(tensor)
-        if not self._watch.unchanged():
-            places = self._watch.changed()
-            self.dense.update(places)
-            self._watch.accept(places)
+        super().note()
 
-    def accept(self) -> None:
+    def accept_writes(self) -> None:
         """Accounts for writes of an update, which bits tell."""
         for tensor, shard in self._placed:
             shard.seen_version = version_of(tensor)
-        self._watch.accept_writes()
+        super().accept_writes()
 
-    def join(self, place: int, bits: Tensor) -> None:
-        """Adds bits of a tensor."""
-        known = self._bits.get(place)
-        self._bits[place] = bits if known is None else known | bits
+    def _places_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Returns the place of what these are, or are pieces of: one, or none."""
+        return {place for one in tensors if (place := self._places.get(id(one))) is not None}
+
+    def doubt(self, *tensors: Tensor) -> None:
+        """Counts all values of a parameter, or of a piece of it, as written: its bits are lost."""
+        self.places |= self._places_of(tensors)
+
+    def join(self, bits: Tensor, *tensors: Tensor) -> None:
+        """Adds bits of a parameter, or of a piece of it."""
+        for place in self._places_of(tensors):
+            known = self._bits.get(place)
+            self._bits[place] = bits if known is None else known | bits
 
     def take(self, place: int) -> Tensor | None:
         """Returns the bits of a tensor, if any are set; there are none then."""
@@ -163,8 +157,7 @@ class Changes:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that bits take."""
-        held = ((mask.bits, mask.sent, *mask.apart.values()) for mask in self._masks.values())
-        return sum(one.nbytes for some in held for one in some if one is not None)
+        return sum(mask.nbytes for mask in self._masks.values())
 
     @property
     def wanted(self) -> bool:
@@ -183,24 +176,28 @@ class Changes:
         found = []
         published = bool(self._spans) or self.sends  # and masters may have been others before: nobody has looked
         for tensor, start, numel, rounds, master in rows:
-            mask = self._masks.get(id(tensor))
-            if mask is None or not mask.fits(tensor):
-                fill = _EVERY if published else self._fill
-                mask = self._masks[id(tensor)] = _Mask(tensor, fill if rounds else 0)
+            fill = _EVERY if published else self._fill
+            mask = self._mask_of(tensor, fill if rounds else 0)
             mask.rounds = rounds
             mask.look(master)
             found.append(mask.of(start, numel))
         return found
 
-    def look_at_masters(self) -> None:
-        """Counts as changed what is rounded from masters that others than updates have written."""
+    def _mask_of(self, tensor: Tensor, fill: int) -> _Mask:
+        """Returns the mask of a tensor; where there is none that fits, a new one."""
+        mask = self._masks.get(id(tensor))
+        if mask is None or not mask.fits(tensor):
+            mask = self._masks[id(tensor)] = _Mask(tensor, fill)
+        return mask
+
+    def begin(self) -> None:
+        """An update begins: what is rounded from masters that others have written counts as changed. Bits that nobody
+        reads any more give their memory back, which tables keep as long as they point at it."""
+        if not self.wanted:
+            self._masks.clear()
         for mask in self._masks.values():
             if mask.master is not None:
                 mask.look(mask.master)
-
-    def forget(self) -> None:
-        """Gives the memory back, which tables keep as long as they point at it."""
-        self._masks.clear()
 
     def renew(self) -> None:
         """State is another one: what the next update changes it may know by values that nobody has seen."""
@@ -212,27 +209,17 @@ class Changes:
         """An update was made: from now on bits say all that changes."""
         self._renewed = False
 
-    def wrote(self, updated: Iterable[Tensor]) -> None:
-        """Values of these were written without bits: all of them count as changed."""
+    def wrote(self, updated: Iterable[Tensor], *, told: bool = False) -> None:
+        """All values of these count as changed, which were written without bits. `told`: of those that have bits, these
+        say what was written."""
         for tensor in updated if self.wanted else ():
-            self._masks[id(tensor)] = _Mask(tensor, _EVERY)
+            mask = self._mask_of(tensor, _EVERY)
+            if not told:
+                mask.fill()
 
-    def expect(self, updated: Iterable[Tensor]) -> None:
-        """Values of these are about to be published, with or without bits."""
-        self.wrote(tensor for tensor in updated if id(tensor) not in self._masks)
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
+    def told(self) -> AbstractContextManager[None]:
         """Context manager around what versions count as writes, and bits tell."""
-        for reader in self.readers:
-            reader.look()
-        for span in self._spans:
-            span.look_at_pieces()
-        yield
-        for reader in self.readers:
-            reader.accept()
-        for span in self._spans:
-            span.accept_pieces()
+        return counting([*self.readers, *(span.writes for span in self._spans)])
 
     def replace(self, last: Any, now: Any) -> None:
         """Shards are others: what was updated in the place of parameters may be gone, with its bits."""
@@ -251,40 +238,29 @@ class Changes:
         for param, local, updated in zip(last.params, last.local, last.updated, strict=True):
             if id(updated) not in kept and self._masks.pop(id(updated), None) is not None:
                 for reader in self.readers:
-                    place = reader.place_of(param, local)
-                    if place is not None:
-                        reader.dense.add(place)
+                    reader.doubt(param, local)
 
     def tell(self, shards: Any) -> None:
-        """Tells readers what kernels have set until now; shards say whose values those that are updated stand for."""
+        """Tells readers what has changed until now; shards say whose values those that are updated stand for."""
         owners = {id(updated): pair for *pair, updated in zip(shards.params, shards.local, shards.updated, strict=True)}
         for key, mask in self._masks.items():
-            bits = self._take(mask)
-            if bits is not None:
-                self._join(bits, owners.get(key, (mask.tensor,)))
+            bits = mask.tell()
+            for reader in self.readers if bool(bits.any()) else ():
+                reader.join(bits, *owners.get(key, (mask.tensor,)))
+            self._refill(mask)
 
-    def take(self, piece: Tensor) -> Tensor:
-        """Returns the bits of a piece that is published, and tells them to readers; of what no row has, none is set."""
-        mask = self._masks.get(id(self._updated.get(id(piece), piece)))
-        bits = None if mask is None else self._take(mask)
-        if bits is None:
-            return torch.zeros(-(-piece.numel() // 8), dtype=torch.uint8)
-        self._join(bits, (piece,))
+    def take(self, published: Tensor, elements: slice | None = None) -> Tensor | None:
+        """Returns the bits of what is sent to others: of a piece, or of these elements of a host copy, of which the
+        device has yet to be sent them. None: no row has it."""
+        mask = self._masks.get(id(self._updated.get(id(published), published)))
+        if mask is None:
+            return None
+        bits = mask.take(elements, keeps=bool(self.readers))
+        if elements is None:
+            self._refill(mask)
         return bits
 
-    def send(self, values: Tensor, elements: slice) -> Tensor | None:
-        """Returns the bits of what a device has yet to be sent of these elements of a host copy."""
-        mask = self._masks.get(id(values))
-        return None if mask is None else mask.send(elements, keeps=bool(self.readers))
-
-    def _take(self, mask: _Mask) -> Tensor | None:
-        bits = mask.take()
-        if self._renewed and mask.rounds:  # asked between a load and the next update, which has yet to show masters
+    def _refill(self, mask: _Mask) -> None:
+        """Between a load and the next update no bit is cleared for good: that update has yet to show masters."""
+        if self._renewed and mask.rounds:
             mask.fill()
-        return bits
-
-    def _join(self, bits: Tensor, tensors: Iterable[Tensor]) -> None:
-        for reader in self.readers:
-            place = reader.place_of(*tensors)
-            if place is not None:
-                reader.join(place, bits)

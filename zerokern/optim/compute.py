@@ -68,7 +68,7 @@ class RowTable:
         self._open_table = open_table
         self.table: Any = None
         self.groups: list[TableGroup] = []
-        self.by_matrix = False
+        self.by_matrix = self._tells_changes = False
         self._gradients: tuple[list[int], list[int]] | None = None
 
     def lay_out(
@@ -100,7 +100,8 @@ class RowTable:
         table.columns["first"][:] = array("Q", map(operator.add, map(survey.firsts.__getitem__, index), starts))
         for name, words in zip(POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):
             table.columns[name][:] = array("Q", words)
-        if self.changes.wanted:
+        self._tells_changes = self.changes.wanted
+        if self._tells_changes:
             rounds = [bool(row.words[_OUT]) for row in rows]
             tensors = map(survey.params.__getitem__, index)
             told = zip(tensors, starts, table.columns["numel"], rounds, map(_master_of, rows), strict=True)
@@ -159,7 +160,7 @@ class RowTable:
 
     def is_outdated(self) -> bool:
         """Whether the table must be laid out anew."""
-        return False
+        return self._tells_changes is not self.changes.wanted
 
     @property
     def run(self) -> Callable[..., None]:
@@ -281,7 +282,7 @@ class DeviceCompute(RowTable):
         """Whether another table is needed: each capture has its own, because a replay fills it again."""
         capturing = device.capturing(self.place)
         if not capturing and not self._in_graph:
-            return False
+            return super().is_outdated()
         self._in_graph, self._sums = capturing, None
         return True
 

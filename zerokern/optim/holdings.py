@@ -358,7 +358,8 @@ class Holdings:
         return self.shards.shown.saved(made, outer)
 
     def state_nbytes(self) -> dict[str, float]:
-        """Returns the bytes of this rank's state by tier, and of its budget; state on disk counts there alone."""
+        """Returns the bytes of this rank's state by tier, and of its budget; state on disk counts there alone. Those of
+        bits of what updates change, and what these go to a device through, if any."""
         found = dict.fromkeys(("device", "cpu", "disk"), 0)
         seen: set[int] = set()
         for entry in self.held.values():
@@ -372,13 +373,10 @@ class Holdings:
             if owner is not None:
                 found["disk"] += owner.nbytes
         free = self.placing.free
-        budget = {} if free is None else {"state_budget_bytes/device": float(free)}
-        return {**{f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}, **budget}
-
-    def change_nbytes(self) -> dict[str, float]:
-        """Returns the bytes that bits of what updates change take, and what these go to a device through, if any."""
-        nbytes = self.changes.nbytes + (0 if self.host.changed is None else self.host.changed.nbytes)
-        return {"change_bytes": nbytes} if nbytes else {}
+        others = {} if free is None else {"state_budget_bytes/device": float(free)}
+        changes = self.changes.nbytes + (0 if self.host.changed is None else self.host.changed.nbytes)
+        others |= {"change_bytes": float(changes)} if changes else {}
+        return {**{f"state_bytes/{tier}": nbytes for tier, nbytes in found.items()}, **others}
 
     def renew(self, *, loaded: bool = True) -> None:
         """Forgets all that points at the state, which is another one now."""

@@ -20,13 +20,14 @@ from zerokern.core import env
 from zerokern.core.errors import warn
 from zerokern.kernels.squares import ChunkSums, one_by_one
 from zerokern.memory import Wanted, placement
-from zerokern.memory.changed_copies import Changed, ChangedCopies, Send
+from zerokern.memory.changed_copies import Changed, ChangedCopies
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.staging import EMULATED_DRIVERS, driver_of
 from zerokern.optim import device
 from zerokern.optim.decide import kept
 from zerokern.optim.device import put_in_place
 from zerokern.optim.formats import Slot
+from zerokern.zero.changed_spans import Take
 from zerokern.zero.kinds import splits_of
 from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import alias
@@ -363,11 +364,11 @@ class HostCopies:
         copy.values.grad_dtype, copy.checked = dtype, False
 
     def store(
-        self, copies: Sequence[HostCopy], ready: Any, piece: Piece | None = None, send: Send | None = None
+        self, copies: Sequence[HostCopy], ready: Any, piece: Piece | None = None, take: Take | None = None
     ) -> Copy | None:
         """Copies updated values to the device, once `ready`; without a device, `publish` does. `piece`: not all.
 
-        `send`: those alone that have changed, where that is less.
+        `take`: gives up the bits of those that have changed, which alone are copied where that is less.
         """
         if self.link is None:
             return None
@@ -380,7 +381,7 @@ class HostCopies:
             id(copy): (copy.local.detach() if copy.shadow is None else copy.shadow, copy.values.detach())
             for copy, _ in moved
         }
-        if send is not None and (sent := self._send(moved, pairs, ready, send)) is not None:
+        if take is not None and (sent := self._send(moved, pairs, ready, take)) is not None:
             return sent
         batch = list(pairs.values()) if piece is None else _portions(moved, pairs)
         targets, sources = [target for target, _ in batch], [source for _, source in batch]
@@ -389,10 +390,10 @@ class HostCopies:
             copy.same = copy.same or elements.stop == copy.values.numel()
         return ticket
 
-    def _send(self, moved: Piece, pairs: Mapping[int, tuple[Tensor, Tensor]], ready: Any, send: Send) -> Copy | None:
+    def _send(self, moved: Piece, pairs: Mapping[int, tuple[Tensor, Tensor]], ready: Any, take: Take) -> Copy | None:
         """Copies what has changed of these elements; returns None where all of them are to be copied."""
         assert self.link is not None
-        bits = [send(copy.values, elements) for copy, elements in moved]
+        bits = [take(copy.values, elements) for copy, elements in moved]
         changed = [
             Changed(some, values, target)
             for some, (copy, _), (target, values) in zip(bits, moved, _portions(moved, pairs), strict=True)

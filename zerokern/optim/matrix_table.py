@@ -14,6 +14,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.kernels.captured import Captured
 from zerokern.kernels.cpu import sumsq_chunks
+from zerokern.kernels.formats import COLUMNS, VALUES
 from zerokern.kernels.orthogonal import adjusted_lr, apply_settings, iterate_
 from zerokern.kernels.products import way_of
 from zerokern.kernels.reference import SUMSQ_CHUNK
@@ -28,8 +29,6 @@ __all__ = ["MatrixBatch", "MatrixTable", "SpareMatrix"]
 
 _HOST = torch.device("cpu")
 _OF_AVERAGES = ("exp_avg", "exp_avg_scale")
-_OF_PARAMETERS = ("param", "remainder", "master", "out", "key", "first", "changed")
-_UNUSED = ("exp_avg_sq", "exp_avg_sq_scale")
 _IN_A_GRAPH = (
     "a step of Muon cannot go into a CUDA graph; capture forward and backward alone, and call step() after each replay"
 )
@@ -145,7 +144,7 @@ class MatrixBatch:
             to = self._addresses_from(addresses[0], numel * directions.itemsize)
             of_averages = {name: self._of_rows(columns[name]) for name in _OF_AVERAGES}
             of_averages |= {"out": to, "exp_avg_sq": self._addresses_from(addresses[2], 8 * _chunks_of(numel))}
-            of_parameters = {name: self._of_rows(columns[name]) for name in _OF_PARAMETERS} | {"grad": to}
+            of_parameters = {name: self._of_rows(columns[name]) for name in VALUES} | {"grad": to}
             for table, words in (self.averages, of_averages), (self.parameters, of_parameters):
                 table.columns["numel"][:] = array("Q", [numel] * len(self.rows))
                 for name, mine in words.items():
@@ -180,8 +179,7 @@ class MatrixTable:
 
     def __init__(self, open_table: Callable[[int, int], Any], parts: Sequence[MatrixPart]) -> None:
         self._parts, self._open_table = parts, open_table
-        names = ("group", "numel", "grad", *_OF_AVERAGES, *_OF_PARAMETERS, *_UNUSED)
-        self.columns = {name: memoryview(bytearray(8 * max(len(parts), 1))).cast("Q")[: len(parts)] for name in names}
+        self.columns = {name: memoryview(bytearray(8 * max(len(parts), 1))).cast("Q")[: len(parts)] for name in COLUMNS}
         self._counts = open_table(1, 1)  # on a device: without elements; it counts the step when all rows are updated
         self.spare = SpareMatrix(getattr(self._counts, "device", _HOST))
         self._groups: dict[int, _Settings] = {}

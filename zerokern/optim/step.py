@@ -295,7 +295,7 @@ class StepRunner:
         with self._holdings.writing(), changes.told():
             late, self._unpublished = self._unpublished, None
             if self._holdings.delays:
-                changes.expect(copy.values for copy in shards.host.pending)
+                changes.wrote((copy.values for copy in shards.host.pending), told=True)
             if late is not None:
                 for op in late.run.program.ops:
                     if op.verb == "Publish":

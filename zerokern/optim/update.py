@@ -153,8 +153,8 @@ class Update:
         """
         if self.decision.scale is None:
             return None
-        send = self._changes.send if part.sharding is not None and part.sharding.publishes_changes else None
-        ticket = host.store(copies, ready, piece, send)
+        take = self._changes.take if part.sharding is not None and part.sharding.publishes_changes else None
+        ticket = host.store(copies, ready, piece, take)
         if ticket is not None:
             last[:] = [ticket]
         return last[0] if last else None

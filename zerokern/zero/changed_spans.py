@@ -11,21 +11,16 @@ from torch import Tensor
 
 from zerokern.comm import Handle
 from zerokern.core.errors import StateError
-from zerokern.kernels.changed import Packed, pack_changed, unpack_changed
-from zerokern.kernels.formats import blocks
+from zerokern.kernels.changed import MOST, Packed, Pause, add_bits, pack_changed, unpack_changed
 from zerokern.kernels.ops import fingerprints
 from zerokern.zero.params import BucketMemory
-from zerokern.zero.partition import Piece
 from zerokern.zero.shard import Shard
-from zerokern.zero.watch import Watch
+from zerokern.zero.watch import WriteLog
 
 __all__ = ["ChangedSpan", "Send", "Take"]
 
-_HEAD = 2 * torch.int64.itemsize  # of what a rank sends: how many bytes its changes take, or that it needs all; a print
-_SIZES = 2 * torch.int32.itemsize  # of each piece: the bytes of its places and values
+_HEAD = 3 * torch.int64.itemsize  # of what a rank sends: the bytes of its changes, and of their places; a print
 _NEEDS_ALL = -1
-_MOST = 0.75  # of the bytes of a span: where changes take more, packing costs more than it saves
-_PAUSE = 8  # publications, of which the last alone asks how many bytes there are, where the last ones took more
 COMPARED_EACH = 128  # publications of a bucket: a print takes a third longer than to unpack what others have changed
 _DIFFER = (
     "ranks have other values of parameters from {name!r} on since one of the last {each} updates: {ranks} differ. With "
@@ -34,7 +29,8 @@ _DIFFER = (
     "its optimizer"
 )
 Send = Callable[[Tensor], Handle]
-Take = Callable[[Tensor], Tensor]
+Take = Callable[..., Tensor | None]
+"""Gives up the bits of what has changed of a tensor, or of these elements of it; None: none has."""
 
 
 class ChangedSpan:
@@ -48,26 +44,19 @@ class ChangedSpan:
     def __init__(self, memory: BucketMemory, shards: Sequence[Shard]) -> None:
         """`shards`: of the bucket's parameters, in their order."""
         self._memory = memory
-        bucket, group = memory.bucket, memory.group
-        self._pieces = [bucket.pieces(rank) for rank in range(group.size)]
+        bucket = memory.bucket
         of = {place.param: shard for place, shard in zip(bucket.places, shards, strict=True)}
-        self._shards = [of[piece.param] for piece in self._pieces[group.rank]]
+        self._pieces = [(one.offset, of[one.param].piece) for one in bucket.pieces(memory.group.rank)]
         self._pairs = [(entry.param, shard) for entry, shard in zip(memory.entries, shards, strict=True)]
-        self._watch = Watch((entry.param for entry in memory.entries), memory=False)
-        self._watch_pieces = Watch((shard.piece for shard in self._shards), memory=False)
-        self._most = int(_MOST * bucket.shard_numel * memory.dtype.itemsize)
-        self._room = self._paused = 0
-        self._needs_all = False
+        watched = [*(param for param, _ in self._pairs), *(piece for _, piece in self._pieces)]
+        self.writes = WriteLog(
+            watched, memory=False
+        )  # of others than updates: all is sent then, they may be here alone
+        self._most = int(MOST * bucket.shard_numel * memory.dtype.itemsize) // 8 * 8  # so that what is sent is aligned
+        self._room, self._pause = 0, Pause()
         self._count = 0
         self._is_of_one = False  # whether one optimizer updates all that is trained of it
         self._print = 0  # of all values after one of the last publications, until ranks have compared theirs
-
-    def look(self, *, written: bool = False) -> None:
-        """Notes what others than updates have written; who counts updates as writes calls it before, then `accept`.
-
-        All spans are sent whole then: the program may have written here alone.
-        """
-        self._needs_all = bool(self._watch.written(accept=True)) or written or self._needs_all
 
     def note_updated(self, pieces: AbstractSet[int]) -> None:
         """Notes what an optimizer updates: pieces, by their ids.
@@ -76,72 +65,58 @@ class ChangedSpan:
         """
         self._is_of_one = all(id(shard.piece) in pieces for param, shard in self._pairs if param.requires_grad)
 
-    def look_at_pieces(self) -> None:
-        """Notes what others than updates have written to pieces, before an update counts as such a write."""
-        self._needs_all = bool(self._watch_pieces.written(accept=True)) or self._needs_all
-
-    def accept(self) -> None:
-        """Takes the parameters as they are for published."""
-        self._watch.accept_writes()
-
-    def accept_pieces(self) -> None:
-        """Takes the pieces as they are for published, which an update has counted as written."""
-        self._watch_pieces.accept_writes()
-
     def gather(self, send: Send, take: Take | None) -> Handle:
         """Starts to send.
 
         `send`: gathers the spans of all ranks into a flat tensor. `take`: gives up the bits of what has changed of a
         piece since it last did; None: nobody knows.
         """
-        bits = [] if take is None else [take(shard.piece) for shard in self._shards]
-        needs_all, self._needs_all = self._needs_all or take is None, False
-        if needs_all or self._paused:
+        mask = torch.zeros(-(-self._memory.bucket.shard_numel // 8), dtype=torch.uint8)
+        for offset, piece in self._pieces:
+            bits = None if take is None else take(piece)
+            if bits is not None:
+                add_bits(mask, offset, bits)
+        needs_all = take is None or bool(self.writes.places)
+        self.writes.places.clear()
+        packs = self._pause.is_over()
+        if needs_all or not packs:
             self._print = 0  # of values that are replaced: what differed does so no more
-        if self._paused:
-            self._paused -= 1
+        if not packs:
             return send(self._memory.full)
-        need, packed = _NEEDS_ALL, []
-        if not needs_all:
-            packed = [self._pack(*one) for one in zip(bits, self._pieces[self._memory.group.rank], strict=True)]
-            need = sum(_SIZES + one.nbytes for one in packed)
-        wire = self._wire(need, packed, self._room)
-        return Handle(partial(self._complete, wire, need, packed, [(wire, send(wire))], send))
+        packed = None if needs_all else pack_changed(mask, self._memory.own)
+        wire = self._wire(packed, self._room)
+        return Handle(partial(self._complete, wire, packed, [(wire, send(wire))], send))
 
-    def _wire(self, need: int, packed: Sequence[Packed], room: int) -> Tensor:
+    def _wire(self, packed: Packed | None, room: int) -> Tensor:
         """Returns memory for what all ranks send, of which this rank's part is filled in as far as there is room."""
         wire = torch.empty(self._memory.group.size, _HEAD + room, dtype=torch.uint8)
         mine = wire[self._memory.group.rank]
-        mine[:_HEAD].view(torch.int64).copy_(torch.tensor([need, self._print]))
-        if 0 < need <= room:
-            sizes = torch.tensor([(one.places.nbytes, one.values.nbytes) for one in packed], dtype=torch.int32)
-            parts = [part.view(torch.uint8) for one in packed for part in (one.counts, one.places, one.values)]
-            torch.cat([sizes.view(torch.uint8).view(-1), *parts], out=mine[_HEAD : _HEAD + need])
+        need, nplaces = (_NEEDS_ALL, 0) if packed is None else (packed.nbytes, packed.places.numel())
+        mine[:_HEAD].view(torch.int64).copy_(torch.tensor([need, nplaces, self._print]))
+        if packed is not None and need <= room:
+            packed.write(mine[_HEAD : _HEAD + need])
         return wire
 
-    def _pack(self, bits: Tensor, piece: Piece) -> Packed:
-        return pack_changed(bits, self._memory.own[piece.offset : piece.offset + piece.numel])
-
-    def _complete(
-        self, wire: Tensor, need: int, packed: Sequence[Packed], sent: list[tuple[Tensor, Handle]], send: Send
-    ) -> None:
+    def _complete(self, wire: Tensor, packed: Packed | None, sent: list[tuple[Tensor, Handle]], send: Send) -> None:
         """`sent`: what is under way; a second call, after a Ctrl-C, sends nothing again."""
         sent[0][1].wait()
-        needs, prints = wire[:, :_HEAD].contiguous().view(torch.int64).t().tolist()
+        needs, places, prints = wire[:, :_HEAD].contiguous().view(torch.int64).t().tolist()
         most, full = max(needs), self._memory.full
         if most > self._room or min(needs) == _NEEDS_ALL:
             if len(sent) == 1:
                 whole = most > self._most or min(needs) == _NEEDS_ALL
-                wire = full if whole else self._wire(need, packed, _rounded(most))
+                wire = full if whole else self._wire(packed, _rounded(most))
                 sent.append((wire, send(wire)))
             wire = sent[1][0]
             sent[1][1].wait()
         if wire is not full:
-            for rank, need in enumerate(needs):
+            for rank, span in enumerate(full.data.view(len(needs), -1)):
                 if rank != self._memory.group.rank:
-                    self._unpack(rank, wire[rank, _HEAD : _HEAD + need])
+                    changes = wire[rank, _HEAD : _HEAD + needs[rank]]
+                    unpack_changed(Packed.read(changes, span.numel(), span.dtype, places[rank]), span)
         if most > self._most:
-            self._paused, self._room = _PAUSE - 1, 0
+            self._pause.begin()
+            self._room = 0
         elif most >= 0:
             self._room = min(self._most, _rounded(most * 5 // 4 + 512))
         self._compare(prints)
@@ -162,16 +137,6 @@ class ChangedSpan:
         is_due = (self._count + self._memory.bucket.index) % COMPARED_EACH == 0  # so that buckets take turns
         if is_due and self._is_of_one:
             self._print = int(fingerprints([self._memory.full.data]))
-
-    def _unpack(self, rank: int, sent: Tensor) -> None:
-        begin, pieces, full = rank * self._memory.bucket.shard_numel, self._pieces[rank], self._memory.full.data
-        head = _SIZES * len(pieces)
-        sizes = sent[:head].clone().view(torch.int32).view(-1, 2).tolist()
-        lengths = [length for piece, one in zip(pieces, sizes, strict=True) for length in (blocks(piece.numel), *one)]
-        parts = iter(sent[head:].split(lengths))
-        for piece, counts, places, values in zip(pieces, parts, parts, parts, strict=True):
-            packed = Packed(piece.numel, counts, places, values.clone().view(self._memory.dtype))  # aligned
-            unpack_changed(packed, full[begin + piece.offset :][: piece.numel])
 
 
 def _rounded(nbytes: int) -> int:

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError, StateError, adapter_of_caller, did_you_mean, got, warn
+from zerokern.core.errors import ShardError, StateError, adapter_of_caller, did_you_mean, got, one_of, warn
+from zerokern.core.units import PUBLISH
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Placed, is_placed, local_of, shardings_of, without_waiting
@@ -76,9 +77,7 @@ def publish(value: object, stage: int, *, apart: bool) -> str:
     >>> publish("delta", 2, apart=False)
     'delta'
     """
-    if value not in ("all", "delta"):
-        do = did_you_mean(value, ("all", "delta"))
-        raise ValueError(got("publish", value, "'all', or 'delta' for what an update has changed", do))
+    one_of("publish", value, PUBLISH, where=" (what an update has changed)")
     if value == "delta" and stage not in (1, 2) and not apart:
         do = "at stage 3 units are gathered when they compute, at stage 0 each rank updates everything"
         raise ValueError(got("publish", value, f"'all' at stage {stage}", do))

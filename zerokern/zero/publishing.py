@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
-from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import hooks
 from zerokern.zero.changed_spans import ChangedSpan, Take
 from zerokern.zero.kinds import Distributed, without_waiting
@@ -24,7 +23,7 @@ from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import leaves
 from zerokern.zero.sharded_ops import METADATA
 from zerokern.zero.units import UnitSpec
-from zerokern.zero.watch import Watch
+from zerokern.zero.watch import Watch, counting
 
 __all__ = ["Publisher", "mark_updated", "mark_updating"]
 
@@ -112,9 +111,9 @@ class Publisher:
         self.keep_writes: Callable[[], None] = _nothing  # copies writes to full parameters into the shards of stage 3
         self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         entries = [entry for memory in self._memories for entry in memory.entries]
-        self._read = [one.leaf for one in entries]
-        self._read_bodies = TensorBodies(self._read)
-        shards = [shard_of(one) for one in self._read]
+        read = [one.leaf for one in entries]
+        self._read = Watch(read, versions=False, memory=False)
+        shards = [shard_of(one) for one in read]
         self._pieces = Watch((shard.piece for shard in shards if shard is not None), memory=False)
         self._spans: dict[int, ChangedSpan] = {}
         for memory in filter(self.gathers, self._memories) if by_changes else ():
@@ -142,15 +141,8 @@ class Publisher:
 
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
-        for span in self._spans.values():
-            span.look()
-        updated = self._pieces.written(accept=True)
-        if len(updated) == len(self._read):
-            self._read_bodies.bump_versions()
-        elif updated:
-            torch.autograd.graph.increment_version([self._read[place] for place in updated])
-        for span in self._spans.values():
-            span.accept()
+        with counting(span.writes for span in self.spans):
+            self._read.count_writes(self._pieces.written(accept=True))
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None, take: Take | None = None) -> None:
         """Gather all buckets, where ranks updated a part each, and wait for them. `among`: no others.
@@ -167,8 +159,8 @@ class Publisher:
 
     def send_all(self) -> None:
         """Has the next publication send all: somebody has written what no version counts."""
-        for span in self._spans.values():
-            span.look(written=True)
+        for span in self.spans:
+            span.writes.places.add(0)
 
     def launch_gather(self, memory: BucketMemory, take: Take | None = None) -> Handle:
         """Send this rank's span of a bucket to all, between the other collectives of this thread."""
@@ -189,9 +181,8 @@ class Publisher:
         for group in self._groups.values():
             group.wait_for_publications(besides=self)
             group.publishing.add(self)
-        for span in self._spans.values():  # `announce` may come after the first gather
-            span.look()
-            span.look_at_pieces()
+        for span in self.spans:  # `announce` may come after the first gather
+            span.writes.note()
 
     def begin(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
         """Show an update that is under way: `ready(i)` returns once bucket i has it, `tears` is called if it fails.

@@ -1,11 +1,12 @@
-"""`Watch`: says which of some tensors were written, or given other memory, since they were last accepted."""
+"""`Watch`: says which of some tensors were written, or given other memory, since they were last accepted. `WriteLog`:
+which of them anything but updates has written."""
 
 from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import compress, count, groupby
 
 import torch
@@ -16,7 +17,7 @@ from zerokern.kernels.ops import fingerprints
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero.tiers import rest_of
 
-__all__ = ["Watch", "prints_of"]
+__all__ = ["Watch", "WriteLog", "counting", "prints_of"]
 
 _version_of, _pointer_of = operator.attrgetter("_version"), torch.Tensor.data_ptr
 _is_freed = torch.UntypedStorage._expired  # of a storage that is referred to weakly
@@ -131,6 +132,51 @@ class Watch:
             self.accept(same)
             self.prints.update(same)
         return [place for place in found if place not in same]
+
+
+class WriteLog(Watch):
+    """Notes the places of tensors that anything but updates has written, until whoever reads that clears them.
+
+    >>> weight = torch.ones(2); log = WriteLog([weight])
+    >>> with counting([log]):
+    ...     _ = weight.mul_(2)
+    >>> log.note(); log.places
+    set()
+    >>> _ = weight.mul_(2); log.note(); log.places
+    {0}
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, memory: bool = True) -> None:
+        super().__init__(tensors, memory=memory)
+        self.places: set[int] = set()
+        self._is_counting = False
+
+    def note(self) -> None:
+        """Notes what was written since it last did so; nothing while an update counts its own writes."""
+        if self._is_counting:
+            return
+        if not self._storages:
+            self.places.update(self.written(accept=True))
+        elif not self.unchanged():
+            places = self.changed()
+            self.places.update(places)
+            self.accept(places)
+
+
+@contextmanager
+def counting(logs: Iterable[WriteLog]) -> Iterator[None]:
+    """Context manager within which versions count what an update has written: logs note what was written before."""
+    begun = [log for log in logs if not log._is_counting]
+    for log in begun:
+        log.note()
+        log._is_counting = True
+    try:
+        yield
+        for log in begun:
+            log.accept_writes()
+    finally:
+        for log in begun:
+            log._is_counting = False
 
 
 def prints_of(tensors: Sequence[Tensor]) -> list[int]:

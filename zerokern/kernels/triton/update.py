@@ -41,7 +41,8 @@ from zerokern.kernels.triton.sgd import sgd
 __all__ = ["BLOCK", "ROW_WORDS", "WORDS", "update"]
 
 # Words of a row: addresses and counts, 128 bytes, in the order of the C ABI.
-WORDS = {name: i for i, name in enumerate((*formats.POINTERS, "numel", "group", "key", "first", "aligned", "changed"))}
+WORDS = {name: i for i, name in enumerate((*formats.POINTERS, "numel", "group", "key", "first", "aligned"))}
+WORDS |= {name: i for i, name in enumerate((one for one in formats.COLUMNS if one not in (*WORDS, "grad")), len(WORDS))}
 ROW_WORDS = tl.constexpr(16)
 BLOCK = tl.constexpr(formats.BLOCK)
 
