@@ -20,7 +20,7 @@ from zerokern.core.units import (
     meant_tier,
     state_tensors,
 )  # fmt: skip
-from zerokern.schedule import Delayed, check_schedule, check_update, refuse_delayed
+from zerokern.schedule import Delayed, check_schedule, check_update, refuse_delayed, refuse_on_device
 from zerokern.zero.partition import shards_parameters
 
 __all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "dtype_of", "mesh_sizes", "short"]
@@ -158,10 +158,16 @@ class Recipe:
             ns_form=ns_form, ns_coefficients=ns_coefficients,
         )  # fmt: skip
 
-    def check_matrices(self, device: str, stage: int, world: int) -> None:
-        """Raises what `zk.Muon` raises where it does not take state in these tiers, and where no plan counts it."""
-        if not self.is_muon:
-            return
+    def check(self, device: str, stage: int, world: int) -> None:
+        """Raises what the optimizers raise for these tiers and this schedule, and where no plan counts them."""
+        if self.is_muon:
+            self._check_matrices(device, stage, world)
+        if device != "cpu" and self.tier == "device" and not self.rests:
+            refuse_on_device(self.schedule)
+        if self.streams(device):
+            refuse_delayed(self.schedule)
+
+    def _check_matrices(self, device: str, stage: int, world: int) -> None:
         from zerokern.optim.checks import gram_form  # its package needs torch, other plans do not
         from zerokern.optim.disk import check_slots
         from zerokern.optim.placing import check_whole
@@ -195,7 +201,7 @@ class Recipe:
         [True, False]
         """
         try:
-            self.check_matrices(device, stage, world)
+            self.check(device, stage, world)
         except ValueError:
             return False
         return True
@@ -313,12 +319,7 @@ class Recipe:
         """Returns whether the optimizer updates copies in host memory of the parameters."""
         if self.rests:
             return False  # they are updated where they rest
-        if device != "cpu" and self.tier == "device" and self.schedule != "sync":
-            advice = "The update of state on the device has nothing to hide behind"
-            allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
-            raise ValueError(got("schedule", self.schedule, allowed, advice))
         if self.streams(device):
-            refuse_delayed(self.schedule)
             return False
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
