@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +41,7 @@ from worlds import World, alone, on_ranks, ranked, refusal, says
 import zerokern as zk
 from zerokern.checkpoint.files import SlotWriter
 from zerokern.core.errors import BudgetError, IoError
+from zerokern.interop import exported
 from zerokern.interop.tensorfile import DTYPES
 
 
@@ -195,8 +195,7 @@ def untouched(folder: Path, work: Callable[[], object], kinds: type) -> str:
 
 def test_no_space_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export(tmp_path, filled(1.0), max_shard_nbytes=SMALL)
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(exported, "free_nbytes", lambda path: 1000)
     said = untouched(tmp_path, lambda: export(tmp_path, filled(2.0)), BudgetError)
     says(said, ["1,000 B", str(tmp_path), "make room"])
 

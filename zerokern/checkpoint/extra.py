@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.index import crc32c
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.core.errors import StateError, got
+from zerokern.core.native import crc32c
 from zerokern.memory.room import check_fits
 from zerokern.zero.kinds import is_divided
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.folder import OpenFiles
-from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, crc32c, file_error
+from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, file_error
 from zerokern.core import native
 from zerokern.core.errors import IoError
+from zerokern.core.native import crc32c
 from zerokern.io.advice import failed, failing
 from zerokern.io.engine import Engine, Faults
 from zerokern.io.files import register_file, reserve

@@ -25,7 +25,7 @@ from pathlib import Path
 from zerokern.checkpoint.index import NAME, SAVE_ID, FileRow, Index, file_error
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.io.advice import refused, refusing
-from zerokern.io.files import make_folder, sync_folder
+from zerokern.io.files import free_nbytes, make_folder, sync_folder
 from zerokern.io.lock import FolderLock, Holder, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
@@ -460,8 +460,7 @@ def _finish_renames(folder: Path, index: Index | None) -> None:
 
 
 def _refuse_beyond_free(folder: Path, nbytes: int, before: Index | None) -> None:
-    system = os.statvfs(folder)
-    free = system.f_bavail * system.f_frsize
+    free = free_nbytes(folder)
     if nbytes + MARGIN_NBYTES <= free:
         return
     held = sum(file.nbytes for file in before.files) if before else 0

@@ -13,13 +13,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zerokern.core import native
+from zerokern.core.native import crc32c
 from zerokern.core.units import itemsize
 from zerokern.io.advice import file_error
 
 __all__ = [
-    "BLOCK_NBYTES", "FORMAT", "NAME", "SAVE_ID", "Box", "Cuboid", "FileRow", "Index", "TensorRow", "crc32c",
-    "file_error", "refuse_uncovered",
+    "BLOCK_NBYTES", "FORMAT", "NAME", "SAVE_ID", "Box", "Cuboid", "FileRow", "Index", "TensorRow", "file_error",
+    "refuse_uncovered",
 ]  # fmt: skip
 
 NAME = "zerokern.json"
@@ -221,11 +221,6 @@ def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
         start, length = box.item
         if not 0 <= start <= box.offset <= box.offset + box.numel * each <= start + length <= file.table:
             raise ValueError(f"a box of {key!r} is not within the {file.table} bytes of {file.name}")
-
-
-def crc32c(data: bytes | int, nbytes: int, before: int = 0) -> int:
-    """Returns the CRC32C of bytes, or of memory at an address, continuing from `before`."""
-    return int(native.library().zk_crc32c(before, data, nbytes))
 
 
 def refuse_uncovered(key: str, shape: Sequence[int], boxes: Iterable[Cuboid]) -> None:

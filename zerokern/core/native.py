@@ -27,8 +27,8 @@ from zerokern.core.errors import BackendError, KernelError, got, whole_number
 __all__ = [
     "ABI", "IO_DONE", "IO_IDLE", "IO_PADDED", "IO_PENDING", "IO_READ", "IO_THREADS", "IO_URING", "IO_WAITED",
     "IO_WRITE", "IoFaults", "IoOptions", "IoRequest", "IoStats", "NativeGroup", "NativeSegment", "PairCalls",
-    "PairList", "TensorCalls", "TensorList", "check", "core_ghz", "cpus", "force_isa", "isa_active", "isa_names",
-    "isa_usable", "library", "path", "set_cpus", "set_threads", "threads",
+    "PairList", "TensorCalls", "TensorList", "check", "core_ghz", "cpus", "crc32c", "force_isa", "isa_active",
+    "isa_names", "isa_usable", "library", "path", "set_cpus", "set_threads", "threads",
 ]  # fmt: skip
 
 ABI = 8
@@ -257,6 +257,15 @@ def check(code: int, lib: ctypes.CDLL | None = None, context: str = "") -> None:
     if code:
         text = (lib or library()).zk_error_text(code).decode()
         raise KernelError(f"{context}: {text}" if context else text)
+
+
+def crc32c(data: bytes | int, nbytes: int, before: int = 0) -> int:
+    """Returns the CRC-32C of bytes, or of memory at an address, continuing from `before`.
+
+    >>> crc32c(b"12", 2), crc32c(b"2", 1, crc32c(b"1", 1)) == crc32c(b"12", 2)
+    (1935000672, True)
+    """
+    return int(library().zk_crc32c(before, data, nbytes))
 
 
 def isa_names() -> list[str]:

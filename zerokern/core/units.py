@@ -4,6 +4,7 @@ bytes ("8GB", "8GiB"). The values of public arguments are types, so that a type 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Literal, NamedTuple, get_args
 
@@ -12,8 +13,8 @@ from zerokern.core.errors import got, nearest, one_of
 __all__ = [
     "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "NS_FORMS", "PUBLISH",
     "RING_NBYTES", "SMALL_GRADIENT", "STATE_FORMATS", "UPDATES", "MasterFormat", "NsForm", "Piece", "Publish", "Reduce",
-    "Schedule", "Stage", "StateFormat", "Tier", "Update", "in_units", "itemsize", "master_of", "meant_tier",
-    "parse_nbytes", "refuse_bare",
+    "Schedule", "Stage", "StateFormat", "StateTensor", "Tier", "Update", "in_units", "itemsize", "master_of",
+    "meant_tier", "parse_nbytes", "refuse_bare", "state_tensors",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -39,6 +40,8 @@ MASTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """by the name of a parameter's dtype: its master format unless another is chosen, and those there are to choose from"""
 STATE_FORMATS = get_args(StateFormat)
+_STATE_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # of one element of a moment
+_REMAINDERS = {"split16": "int16", "split8": "int8"}  # by master format, what a remainder consists of
 BUFFERS = 2
 """of gradients: one is filled by backward while the other is reduced"""
 SMALL_GRADIENT = 64 << 10
@@ -109,6 +112,50 @@ def master_of(dtype: str, master_format: str | None) -> str:
     if default == "own" or master_format is None:
         return default
     return str(one_of("master_format", master_format, allowed, where=f" for {dtype} parameters"))
+
+
+class StateTensor(NamedTuple):
+    """One tensor of a parameter's optimizer state: `nbytes` for every `per` elements. The codes and the scales of an
+    int8 moment have one role."""
+
+    role: str
+    format: str
+    nbytes: int
+    per: int = 1
+
+    @property
+    def is_scale(self) -> bool:
+        return self.per > 1
+
+    @property
+    def key(self) -> str:
+        """Its key in the optimizer's state."""
+        return f"{self.role}_scale" if self.is_scale else self.role
+
+    def nbytes_of(self, numel: int) -> int:
+        """Returns its bytes for a parameter of so many elements."""
+        return -(-numel // self.per) * self.nbytes
+
+
+def state_tensors(
+    moments: Iterable[str], dtype: str, state_format: str, master_format: str | None
+) -> list[StateTensor]:
+    """Returns the tensors that an update keeps of a parameter of this dtype: its moments, then what makes it exact.
+
+    >>> [(one.key, one.nbytes_of(130)) for one in state_tensors(["exp_avg"], "bfloat16", "int8", None)]
+    [('exp_avg', 130), ('exp_avg_scale', 8), ('remainder', 260)]
+    """
+    found = []
+    for key in moments:
+        found.append(StateTensor(key, state_format, _STATE_NBYTES[state_format]))
+        if state_format == "int8":
+            found.append(StateTensor(key, state_format, 4, BLOCK))
+    master = master_of(dtype, master_format)
+    if master == "fp32":
+        found.append(StateTensor("master", "fp32", 4))
+    elif master in _REMAINDERS:
+        found.append(StateTensor("remainder", _REMAINDERS[master], itemsize(_REMAINDERS[master])))
+    return found
 
 
 def meant_tier(tier: object) -> str:

@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from zerokern.checkpoint.folder import OpenFiles
 from zerokern.core.errors import BudgetError, IoError, got
 from zerokern.interop.tensorfile import INDEX, SINGLE, Header, read_header, read_index
 from zerokern.io.advice import file_error, on_disk, refusing
-from zerokern.io.files import make_folder, reserve
+from zerokern.io.files import free_nbytes, make_folder, reserve
 from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
@@ -211,7 +210,7 @@ class Target:
             return []
 
     def _refuse_without_space(self, nbytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
+        free = free_nbytes(self.folder)
         if nbytes > free:
             raise BudgetError(
                 f"the export takes {amount(nbytes)}, and the disk of {self.folder} has {amount(free)} left (an export "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from zerokern.checkpoint.source import open_checkpoint
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.interop.tensorfile import header
 from zerokern.io.advice import file_error, on_disk
-from zerokern.io.files import sync_folder
+from zerokern.io.files import free_nbytes, sync_folder
 from zerokern.memory.room import amount
 
 __all__ = ["Exported", "export_checkpoint"]
@@ -56,7 +55,7 @@ def export_checkpoint(
         dtypes = {key: getattr(torch, row.dtype) for key, row in rows.items()}
         named = ((key.removeprefix(MODEL), dtypes[key], row.shape) for key, row in rows.items())
         begin = header(named, {"format": "pt"})
-        if (free := shutil.disk_usage(target.resolve().parent).free) < begin.nbytes:
+        if (free := free_nbytes(target.resolve().parent)) < begin.nbytes:
             raise BudgetError(f"{target} takes {amount(begin.nbytes)}, and {amount(free)} are free there")
         waiting = target.with_name(f".{target.name}.{os.getpid()}.part")
         with on_disk(target, "cannot write"):

@@ -22,8 +22,8 @@ from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "File", "Files", "alignment", "fallocate", "go_direct", "make_folder", "refuse_beyond_free", "refuse_unusable",
-    "register_file", "remains", "reserve", "sync_folder",
+    "File", "Files", "alignment", "fallocate", "free_nbytes", "go_direct", "make_folder", "refuse_beyond_free",
+    "refuse_unusable", "register_file", "remains", "reserve", "sync_folder",
 ]  # fmt: skip
 
 OURS = re.compile(r"zerokern\.\d+\.data|zerokern\.index\.new")
@@ -303,10 +303,15 @@ def refuse_unusable(folder: Path, budget: int | None) -> None:
         )
 
 
+def free_nbytes(folder: Path) -> int:
+    """Returns the bytes that a user may still write on the file system of a folder."""
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
 def refuse_beyond_free(folder: Path, nbytes: int, budget: int, used: int) -> None:
     """Raises where a file system cannot give nbytes more, before any of it is taken."""
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    free = free_nbytes(folder)
     if nbytes > free:
         raise BudgetError(
             f"budget={amount(budget)} does not fit on the file system of {folder}:\n"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerokern.core import native
 from zerokern.core.errors import got
+from zerokern.core.native import crc32c
 from zerokern.io.advice import file_error
 from zerokern.io.renaming import Folder
 from zerokern.io.space import Extent
@@ -46,7 +46,7 @@ def publish(folder: Path, files: list[str], entries: list[Entry]) -> None:
     rows = [[one.key, one.extent, one.nbytes, str(one.dtype)[6:], one.shape, one.crc, one.lost] for one in entries]
     body = json.dumps({"files": files, "keys": rows}, separators=(",", ":")).encode()
     with Folder(folder) as there:
-        there.write(f"{NAME}.new", b"%s %08x\n%s\n" % (FORMAT, _crc(body), body), 0o600)
+        there.write(f"{NAME}.new", b"%s %08x\n%s\n" % (FORMAT, crc32c(body, len(body)), body), 0o600)
         there.rename((f"{NAME}.new", NAME))  # with the names of new data files, before an index that names them
 
 
@@ -58,7 +58,7 @@ def read(folder: Path) -> tuple[list[str], list[Entry]] | None:
     except FileNotFoundError:
         return None
     head, _, body = text.partition(b"\n")
-    if head != b"%s %08x" % (FORMAT, _crc(body[:-1])) or body[-1:] != b"\n":
+    if head != b"%s %08x" % (FORMAT, crc32c(body, max(len(body) - 1, 0))) or body[-1:] != b"\n":
         raise file_error(
             path,
             "is damaged: its checksum does not fit, or another version wrote it. The data files are untouched; "
@@ -70,10 +70,6 @@ def read(folder: Path) -> tuple[list[str], list[Entry]] | None:
         for key, extent, nbytes, dtype, shape, *rest in found["keys"]
     ]
     return found["files"], entries
-
-
-def _crc(body: bytes) -> int:
-    return native.library().zk_crc32c(0, body, len(body))
 
 
 def span_of(argument: str, tensor: torch.Tensor) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from zerokern.core import env, native
 from zerokern.core.errors import ZerokernError
 from zerokern.io.advice import refusing
 from zerokern.io.engine import Engine
-from zerokern.io.files import fallocate, go_direct, unnamed_file
+from zerokern.io.files import fallocate, free_nbytes, go_direct, unnamed_file
 from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena
 
@@ -160,8 +160,7 @@ def _keep(folder: Path, found: Probe) -> None:
 
 
 def _measure(folder: Path, fd: int) -> Probe:
-    free = os.statvfs(folder)
-    span = min(SPAN, free.f_bavail * free.f_frsize // 4 // MOST_REQUEST * MOST_REQUEST)
+    span = min(SPAN, free_nbytes(folder) // 4 // MOST_REQUEST * MOST_REQUEST)
     memory_align, offset_align = 1, 1
     try:
         if span >= LEAST_SPAN:

@@ -86,7 +86,6 @@ class Store:
         )
         self._transfers, self._slots = resources.transfers, resources.transfers.requests
         self._files, self._space = resources.files, resources.space
-        self._crc32c = native.library().zk_crc32c
         self._entries: dict[str, Entry] = {}
         self._replaced: list[Entry] = []  # on the disk until an index without them is published
         for entry in resources.entries:
@@ -104,7 +103,7 @@ class Store:
         address, nbytes = span_of("tensor", tensor)
         if after is not None:
             self._check_after(after)
-        crc = self._crc32c(0, address, nbytes) if self.checksum else None
+        crc = native.crc32c(address, nbytes) if self.checksum else None
         with self._transfers.lock:
             entry = self._entries.get(key)
             self._resources.check()

@@ -169,7 +169,7 @@ def fingerprint(tensor: Tensor) -> int:
     >>> fingerprint(torch.zeros(0)), fingerprint(torch.ones(2)) == fingerprint(torch.ones(2).neg())
     (0, False)
     """
-    return int(native.library().zk_crc32c(0, tensor.data_ptr(), tensor.nbytes))
+    return native.crc32c(tensor.data_ptr(), tensor.nbytes)
 
 
 def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got, one_of
-from zerokern.core.units import BLOCK, NS_FORMS, master_of
+from zerokern.core.units import BLOCK, NS_FORMS, master_of, state_tensors
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8, encode_int8, join, split
 from zerokern.kernels.formats import CODES as CODED
-from zerokern.kernels.formats import MASTER_FORMATS, REMAINDERS, STATE_DTYPES, STATE_FORMATS, blocks
+from zerokern.kernels.formats import MASTER_FORMATS, STATE_DTYPES, STATE_FORMATS, blocks
 from zerokern.kernels.rules import RULES
 from zerokern.memory import Wanted
 from zerokern.optim import checks
@@ -237,21 +237,18 @@ def layout_of(
     >>> [slot.key for slot in layout_of(Adam._algorithm, torch.bfloat16, True, "fp32", None, False).slots]
     ['step', 'exp_avg', 'exp_avg_sq', 'remainder']
     """
-    master = master_of(str(dtype).removeprefix("torch."), master_format)
+    name = str(dtype).removeprefix("torch.")
     slots = [Slot("step", torch.float32, "scalar", "")] if algorithm.counts_steps or counted else []
-    for key, column in algorithm.moments if has_moments else ():
-        slots += _moment_slots(key, column, state_format)
-    if master == "fp32":
-        slots.append(Slot("master", torch.float32, "param", "master"))
-    elif master in REMAINDERS:
-        slots.append(Slot("remainder", REMAINDERS[master], "param", "remainder"))
-    return Layout(algorithm.name, dtype, state_format if has_moments else "none", master, tuple(slots), matrices)
-
-
-def _moment_slots(key: str, column: str, state_format: str) -> list[Slot]:
-    if state_format != "int8":
-        return [Slot(key, STATE_DTYPES[state_format], "param", column)]
-    return [Slot(key, CODED[column], "param", column), Slot(f"{key}_scale", torch.float32, "blocks", f"{column}_scale")]
+    columns = dict(algorithm.moments) if has_moments else {}
+    for one in state_tensors(columns, name, state_format, master_format):
+        column = columns.get(one.role, one.role)
+        if one.is_scale:
+            slots.append(Slot(one.key, torch.float32, "blocks", f"{column}_scale"))
+        else:
+            dtypes = {**STATE_DTYPES, "int8": CODED.get(column, torch.int8), "int16": torch.int16}
+            slots.append(Slot(one.key, dtypes[one.format], "param", column))
+    formats = state_format if has_moments else "none", master_of(name, master_format)
+    return Layout(algorithm.name, dtype, *formats, tuple(slots), matrices)
 
 
 def exact_of(param: Tensor, kept: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
 from zerokern.optim.survey import Groups, Survey, params_of
-from zerokern.schedule import Delayed, check_schedule, check_update, refuse_at_rest, refuse_delayed
+from zerokern.schedule import Delayed, check_schedule, check_update, refuse_at_rest, refuse_delayed, refuse_on_device
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.sharded import known_shard
@@ -231,10 +231,8 @@ class Holdings:
         if self.schedule == "sync" and self.rests_on_device:
             return False
         there = is_apart(first)
-        if there and self.rests_on_device and self.schedule != "sync":
-            do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
-            allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
-            raise ValueError(got("schedule", self.schedule, allowed, do))
+        if there and self.rests_on_device:
+            refuse_on_device(self.schedule)
         if there and self.update == "device":
             refuse_delayed(self.schedule)
         return self.delays or (there and not self.rests_on_device)

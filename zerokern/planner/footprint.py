@@ -440,11 +440,12 @@ def _optimizer_state(run: Footprint) -> Iterator[Holding]:
     for kind in run.buckets.trained:
         for is_matrix, numel, blocks in kind.by_rule():
             for state in run.recipe.state_of(kind.dtype, is_matrix):
-                yield Holding(state.role, state.format, run.recipe.tier, state.nbytes(numel, blocks))
+                nbytes = state.nbytes * (blocks if state.is_scale else numel)
+                yield Holding(state.role, state.format, run.recipe.tier, nbytes)
     for one in run.placed:
-        for role, nbytes in one.tensors if one.tier != run.recipe.tier else ():
-            yield Holding(role.role, role.format, run.recipe.tier, -nbytes)
-            yield Holding(role.role, role.format, one.tier, nbytes)
+        for state, nbytes in one.tensors if one.tier != run.recipe.tier else ():
+            yield Holding(state.role, state.format, run.recipe.tier, -nbytes)
+            yield Holding(state.role, state.format, one.tier, nbytes)
 
 
 def _leaving_nbytes(run: Footprint) -> int:

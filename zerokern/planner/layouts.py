@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from zerokern.core.units import itemsize
+from zerokern.core.units import StateTensor, itemsize
 from zerokern.planner.matrices import CutShape
 from zerokern.planner.model import BucketSize, OwnedPart
-from zerokern.planner.recipe import Recipe, StateRole
+from zerokern.planner.recipe import Recipe
 
 if TYPE_CHECKING:
+    from zerokern.io.pieces import Width
     from zerokern.optim.formats import Layout
     from zerokern.optim.records import StateSpan
 
@@ -27,7 +28,7 @@ class StatePiece(NamedTuple):
 
     tier: str
     part: OwnedPart
-    tensors: tuple[tuple[StateRole, int], ...]
+    tensors: tuple[tuple[StateTensor, int], ...]
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +55,8 @@ def _placed(recipe: Recipe, parts: Sequence[OwnedPart], budgets: Sequence[tuple[
     tiers, most = zip(*budgets, (recipe.tier, None), strict=True)
     made = []
     for one in parts:
-        roles = recipe.state_of(one.dtype, one.matrix is not None)
-        tensors = tuple((role, nbytes) for role in roles for _, nbytes in role.tensors(one.numel))
+        kept = recipe.state_of(one.dtype, one.matrix is not None)
+        tensors = tuple((tensor, tensor.nbytes_of(one.numel)) for tensor in kept)
         made.append(StatePiece(recipe.tier, one, tensors))
     for number, piece in zip(place([piece.nbytes for piece in made], most), made, strict=True):
         yield piece._replace(tier=tiers[number])
@@ -133,7 +134,7 @@ def slots_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> int:
     from zerokern.optim.matrices import Matrix  # packages that need torch, other plans do not
     from zerokern.optim.transit import pieces_of, whole_pieces
 
-    widths = [_layout_of(recipe, one.dtype, int(recipe.is_muon and one.matrix is not None)).widths for one in parts]
+    widths = [_widths_of(recipe, one.dtype, one.matrix is not None) for one in parts]
     if recipe.is_muon and any(one.matrix for one in parts):
         pairs = [(one.matrix, width) for one, width in zip(parts, widths, strict=True) if one.matrix is not None]
         each = [(Matrix(0, it.each.numel, it.rows, it.columns), width) for it, width in pairs for _ in range(it.split)]
@@ -141,6 +142,13 @@ def slots_nbytes(recipe: Recipe, parts: Sequence[OwnedPart]) -> int:
     else:
         _, count, nbytes = pieces_of([one.numel for one in parts], widths)
     return count * nbytes
+
+
+def _widths_of(recipe: Recipe, dtype: str, matrix: bool) -> tuple[Width, ...]:
+    """Returns how wide the tensors of a parameter's state are, where it is moved in pieces."""
+    from zerokern.io.pieces import Width  # its package needs torch, other plans do not
+
+    return tuple(Width(one.nbytes, one.per) for one in recipe.state_of(dtype, matrix))
 
 
 def round_slots_nbytes(
@@ -165,7 +173,7 @@ def round_slots_nbytes(
     group = Group(rank, world, torch.device("cpu"), "planned")
     turns_there = {one.turn for one in in_memory}
     cut = [Matrix(0, one.numel_of(rank), *one.shape[:2], one.name, (), group) for one in matrices]
-    widths = [_layout_of(recipe, one.dtype, 1).widths if one.turn in turns_there else () for one in matrices]
+    widths = [_widths_of(recipe, one.dtype, True) if one.turn in turns_there else () for one in matrices]
     turns = [one.bucket if recipe.schedule == "overlap" else 0 for one in matrices]
     _, count, nbytes = whole_pieces(cut, widths, turns)
     return count * nbytes
@@ -187,14 +195,10 @@ def pinned_nbytes(
     """
     from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
 
-    state = [  # parameter by parameter: moments, then what makes the parameter exact
-        tensor
+    state = [  # parameter by parameter
+        (tensor.key, tensor.nbytes_of(one.numel))
         for one in in_memory
-        for role in sorted(
-            recipe.state_of(one.dtype, one.matrix is not None),
-            key=lambda role: role.role in ("master", "remainder"),
-        )
-        for tensor in role.tensors(one.numel)
+        for tensor in recipe.state_of(one.dtype, one.matrix is not None)
     ]
     nbytes = []
     has_copies = recipe.has_host_copies(device) or recipe.delays_at_rest

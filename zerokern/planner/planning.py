@@ -281,14 +281,13 @@ def plan(
         do = "zk.Muon and zk.AdamW would each take what is free"
         raise ValueError(got("tier", "device:auto", "bytes ('device:8GiB') with optimizer='muon'", do))
     recipe = recipe.on(settings.device, stage)
-    recipe.check_matrices(settings.device, stage, settings.world)
+    recipe.check(settings.device, stage, settings.world)
     if recipe.rests and settings.no_sync:
         allowed = "False for parameters at rest, whose gradients would gather on the device"
         raise ValueError(got("no_sync", no_sync, allowed, "micro=M has one pass over the parameters for all slices"))
     made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, settings.ranks, ranks_per_host))
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
-    recipe.has_host_copies(made.settings.device)
     if recipe.delays_at_rest and "nvme" in dict(made.lying):
         refuse_at_rest(recipe.schedule)
     return made.spilling()

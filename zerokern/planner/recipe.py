@@ -9,20 +9,21 @@ from typing import Any, Literal, NamedTuple
 from zerokern.core.errors import did_you_mean, got, one_of, whole_number
 from zerokern.core.units import (
     AUTO,
-    BLOCK,
     MASTER_FORMATS,
     MASTERS,
     NS_FORMS,
     RING_NBYTES,
     STATE_FORMATS,
+    StateTensor,
     itemsize,
     master_of,
     meant_tier,
+    state_tensors,
 )  # fmt: skip
-from zerokern.schedule import Delayed, check_schedule, check_update, refuse_delayed
+from zerokern.schedule import Delayed, check_schedule, check_update, refuse_delayed, refuse_on_device
 from zerokern.zero.partition import shards_parameters
 
-__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "mesh_sizes", "short"]
+__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "dtype_of", "mesh_sizes", "short"]
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _BY_NAME = {**{name: name for name in _SHORT}, **{short: name for name, short in _SHORT.items()}}
@@ -59,33 +60,11 @@ _EXPERT_DIMS = ("ep", "efsdp", "edp", "dp_shard_mod_ep", "dp_shard_in_ep")
 
 
 @dataclass(frozen=True)
-class StateRole:
-    """One tensor of a parameter's optimizer state: its bytes per element and per block of 128."""
-
-    role: str
-    format: str
-    per_element: int
-    per_block: int = 0
-
-    def nbytes(self, numel: int, blocks: int) -> int:
-        return numel * self.per_element + blocks * self.per_block
-
-    def tensors(self, numel: int) -> list[tuple[str, int]]:
-        """Returns names and bytes of the tensors of one parameter.
-
-        >>> StateRole("exp_avg", "int8", 1, 4).tensors(130)
-        [('exp_avg', 130), ('exp_avg_scale', 8)]
-        """
-        codes = [(self.role, numel * self.per_element)]
-        return codes + ([(f"{self.role}_scale", -(-numel // BLOCK) * self.per_block)] if self.per_block else [])
-
-
-@dataclass(frozen=True)
 class Recipe:
     """How the parameters are trained. `param_dtype` and `reduce_dtype` None: the parameter's own.
 
-    >>> [(one.role, one.per_element) for one in Recipe().state_of("bfloat16")]
-    [('remainder', 2), ('exp_avg', 4), ('exp_avg_sq', 4)]
+    >>> [(one.role, one.nbytes) for one in Recipe().state_of("bfloat16")]
+    [('exp_avg', 4), ('exp_avg_sq', 4), ('remainder', 2)]
     """
 
     optimizer: str = "adamw"
@@ -179,10 +158,16 @@ class Recipe:
             ns_form=ns_form, ns_coefficients=ns_coefficients,
         )  # fmt: skip
 
-    def check_matrices(self, device: str, stage: int, world: int) -> None:
-        """Raises what `zk.Muon` raises where it does not take state in these tiers, and where no plan counts it."""
-        if not self.is_muon:
-            return
+    def check(self, device: str, stage: int, world: int) -> None:
+        """Raises what the optimizers raise for these tiers and this schedule, and where no plan counts them."""
+        if self.is_muon:
+            self._check_matrices(device, stage, world)
+        if device != "cpu" and self.tier == "device" and not self.rests:
+            refuse_on_device(self.schedule)
+        if self.streams(device):
+            refuse_delayed(self.schedule)
+
+    def _check_matrices(self, device: str, stage: int, world: int) -> None:
         from zerokern.optim.checks import gram_form  # its package needs torch, other plans do not
         from zerokern.optim.disk import check_slots
         from zerokern.optim.placing import check_whole
@@ -216,7 +201,7 @@ class Recipe:
         [True, False]
         """
         try:
-            self.check_matrices(device, stage, world)
+            self.check(device, stage, world)
         except ValueError:
             return False
         return True
@@ -334,12 +319,7 @@ class Recipe:
         """Returns whether the optimizer updates copies in host memory of the parameters."""
         if self.rests:
             return False  # they are updated where they rest
-        if device != "cpu" and self.tier == "device" and self.schedule != "sync":
-            advice = "The update of state on the device has nothing to hide behind"
-            allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
-            raise ValueError(got("schedule", self.schedule, allowed, advice))
         if self.streams(device):
-            refuse_delayed(self.schedule)
             return False
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
@@ -355,33 +335,22 @@ class Recipe:
         """
         shares = (True, in_matrices), (False, 1.0 - in_matrices)
         return sum(
-            share * (role.per_element + role.per_block / BLOCK)
-            for matrix, share in shares
-            for role in self.state_of(dtype, matrix)
+            share * tensor.nbytes / tensor.per for matrix, share in shares for tensor in self.state_of(dtype, matrix)
         )
 
     def master_of(self, dtype: str) -> str:
         """Returns the master format of a parameter of this dtype; "own" where the parameter is its own master."""
         return master_of(dtype, self.master_format)
 
-    def state_of(self, dtype: str, matrix: bool = False) -> list[StateRole]:
+    def state_of(self, dtype: str, matrix: bool = False) -> list[StateTensor]:
         """Returns what the optimizer keeps for a trainable parameter of this dtype. `matrix`: Muon updates it, if there
         is one."""
         if self.optimizer == "none":
             return []
         if dtype not in MASTERS:
             raise ValueError(got("dtype", dtype, f"parameters in {', '.join(MASTERS)}", "Freeze it, or convert it"))
-        master = self.master_of(dtype)
-        roles = []
-        if master == "fp32":
-            roles.append(StateRole("master", "fp32", 4))
-        elif master in ("split16", "split8"):
-            bits = 16 if master == "split16" else 8
-            roles.append(StateRole("remainder", f"int{bits}", bits // 8))
         keys = OPTIMIZERS["adamw"].moments if self.is_muon and not matrix else self.rule.moments
-        each = {"fp32": 4, "bf16": 2, "int8": 1}[self.state_format]
-        scales = 4 if self.state_format == "int8" else 0
-        return roles + [StateRole(key, self.state_format, each, scales) for key in keys]
+        return state_tensors(keys, dtype, self.state_format, self.master_format)
 
     def wire_dtype(self, dtype: str) -> str:
         """Returns the dtype in which a gradient of a parameter of this dtype is reduced and kept."""

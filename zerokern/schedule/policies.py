@@ -13,7 +13,8 @@ from .program import Span, StepProgram
 from .resting import Resting, gradients, spilled
 
 __all__ = [
-    "Delayed", "check_schedule", "check_update", "program_of", "refuse_at_rest", "refuse_delayed", "resident",
+    "Delayed", "check_schedule", "check_update", "program_of", "refuse_at_rest", "refuse_delayed", "refuse_on_device",
+    "resident",
 ]  # fmt: skip
 
 
@@ -86,6 +87,17 @@ def refuse_delayed(schedule: str | Delayed) -> None:
     if isinstance(schedule, Delayed):
         do = "An update on the device has nothing to hide behind"
         raise ValueError(got("schedule", schedule, "'sync' or 'overlap' with update='device'", do))
+
+
+def refuse_on_device(schedule: str | Delayed) -> None:
+    """Raises if the update of state on the device is to run beside the program.
+
+    >>> refuse_on_device("sync")
+    """
+    if schedule != "sync":
+        do = 'The update of tier="device" runs on the device, and there is nothing to hide it behind'
+        allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
+        raise ValueError(got("schedule", schedule, allowed, do))
 
 
 def refuse_at_rest(schedule: str | Delayed) -> None:
