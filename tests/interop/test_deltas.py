@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.one = nn.Linear(40, 40, dtype=dtype)
         self.two = nn.Linear(40, 40, dtype=dtype)
         self.two.weight = self.one.weight
-        self.scale = nn.Parameter(torch.tensor(1.0, dtype=dtype))
+        self.scale = nn.Parameter(torch.tensor(0.01, dtype=dtype))  # of which a step is more than a rounding
         self.empty = nn.Parameter(torch.empty(0, 3, dtype=dtype))
         self.odd = nn.Parameter(torch.randn(7, 3, dtype=dtype))
         self.own = nn.Parameter(torch.randn(130, dtype=dtype))

@@ -255,7 +255,7 @@ def test_a_captured_iteration_has_the_bits_of_its_launches(shape: tuple[int, ...
     place, beside = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
     x, sums = torch.empty(shape, dtype=dtype, device=place), torch.ones(1, dtype=torch.float64, device=place)
     sums = sums.repeat(*shape[:-2], 1) if len(shape) > 2 else sums
-    captured = Captured(place, lambda: cuda_driver(place).aside("capture"))
+    captured = Captured(place, lambda: cuda_driver(place))
     noise = torch.randn(2048, 2048, device=place, dtype=dtype)
     replayed = 0
     for step in range(6):
@@ -276,11 +276,57 @@ def test_a_captured_iteration_has_the_bits_of_its_launches(shape: tuple[int, ...
     assert replayed == 5, "it was captured, and its trial had the bits of launches"
 
 
+def test_graphs_of_the_program_and_ours_work_in_memory_of_their_own() -> None:
+    """The program's is captured behind products on its stream, before ours is. They replay while free memory is given
+    out; ours also when cuBLAS's workspaces have been cleared, as torch.compile does for graphs of its own."""
+    place, beside = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+    a, b = torch.randn(64, 1 << 16, device=place), torch.randn(1 << 16, 64, device=place)  # parts of sums need a place
+    out, theirs = torch.empty(64, 64, device=place), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        torch.mm(a, b, out=out)
+    with torch.cuda.graph(theirs, stream=beside):
+        torch.mm(a, b, out=out)
+
+    def exact(replay: Callable[[], None], result: torch.Tensor, given: torch.Tensor, expected: torch.Tensor) -> bool:
+        taken = []
+        for stream in (torch.cuda.current_stream(), beside):
+            with torch.cuda.stream(stream):
+                sizes = [1 << power for power in range(20, 26) for _ in range(4)]
+                taken += [torch.full((nbytes,), 7, dtype=torch.uint8, device=place) for nbytes in sizes]
+        torch.cuda.synchronize()
+        result.copy_(given)
+        replay()
+        torch.cuda.synchronize()
+        return same_bits(result.cpu(), expected.cpu()) and all(bool((one == 7).all()) for one in taken)
+
+    theirs.replay()
+    product = out.clone()
+    x, sums = torch.empty(512, 768, device=place), torch.empty(1, dtype=torch.float64, device=place)
+    values = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).to(place)
+    squares = values.double().square().sum().view(1)
+    iterate_(expected := values.clone(), squares.clone())
+
+    def ours() -> None:
+        sums.copy_(squares)
+        work()
+
+    for _ in range(2):  # and again when the first graph has gone
+        captured = Captured(place, lambda: cuda_driver(place))
+        for _ in range(3):
+            work = captured.of("beside the program's", lambda: iterate_(x, sums), x, sums)
+            assert exact(ours, x, values, expected)
+        assert getattr(work, "__name__", "") == "replay"
+        assert exact(theirs.replay, out, torch.zeros_like(out), product)
+    torch._C._cuda_clearCublasWorkspaces()
+    assert exact(ours, x, values, expected)
+
+
 def test_a_capture_of_another_thread_goes_on_beside_ours() -> None:
     """And ours is not part of it."""
     place = torch.device("cuda", torch.cuda.current_device())
     x, sums = torch.randn(256, 256, device=place), torch.full((1,), 65536.0, dtype=torch.float64, device=place)
-    captured = Captured(place, lambda: cuda_driver(place).aside("capture"))
+    captured = Captured(place, lambda: cuda_driver(place))
     works: list[Callable[[], None]] = []
     warm, begin = Event(), Event()
 

@@ -535,7 +535,7 @@ def register(driver: Capturing) -> None:
 def test_events_are_asked_beside_the_capture_of_another_thread(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked in the mode that threads have, CUDA breaks that capture off."""
     driver = Capturing()
-    monkeypatch.setattr(backend, "_exchange_mode", lambda: driver.exchange)
+    monkeypatch.setattr(backend, "_of_driver", lambda name: driver.exchange)
     ask(driver)
     assert not driver.broken and driver.mode == 0
 
@@ -543,7 +543,7 @@ def test_events_are_asked_beside_the_capture_of_another_thread(ask: Any, monkeyp
 def test_a_mode_that_was_not_set_is_not_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver may be started only in between."""
     driver = Capturing(code=3)
-    monkeypatch.setattr(backend, "_exchange_mode", lambda: driver.exchange)
+    monkeypatch.setattr(backend, "_of_driver", lambda name: driver.exchange)
     with backend.beside_captures():
         driver.code = 0
     assert driver.mode == 0

@@ -13,6 +13,7 @@ captures itself (`PlayedCUDAGraph`) is done by replays alone.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,8 @@ class CaptureRefused(RuntimeError):
 
 
 def refuse(what: str) -> None:
+    if (graph := current()) is not None:
+        graph.broken = True
     raise CaptureRefused(f"operation not permitted when stream is capturing: {what}")
 
 
@@ -74,7 +77,7 @@ class PlayedGraph(TorchDispatchMode):
         self._own: dict[int, Any] = {}  # storages made in the capture
         self._others: list[Any] = []
         self._before: dict[int, tuple[Any, Any]] | None = None
-        self.paused = False
+        self.paused = self.broken = False
 
     def remember(self, tree: Any) -> Callable[[], Any]:
         """Returns what makes the same arguments again."""
@@ -175,6 +178,7 @@ class GraphDevice(CountingDevice):
 
     def count(self, what: str, which: str, where: str | None = None) -> None:
         graph = current()
+        assert graph is not None or not isinstance(self.stream, OwnStream), "cuBLAS's workspace is in memory of all"
         if graph is not None and not graph.paused:
             if what in (SYNC, UPLOAD, DOWNLOAD):
                 refuse(f"{what}: {which}")
@@ -187,20 +191,51 @@ class GraphDevice(CountingDevice):
         return current() is not None
 
 
+class OwnStream(Stream):
+    """A stream that torch does not know. Its first capture makes what cuBLAS works in for it."""
+
+    workspace_in: Any = None  # which pool
+
+
+class Generator:
+    """torch's, before 2.13: a capture that was broken off leaves its state so that it draws no more."""
+
+    def __init__(self, state: list[bool]) -> None:
+        self.state = state
+
+    def graphsafe_get_state(self) -> Generator:
+        return Generator(self.state)
+
+    def clone_state(self) -> Generator:
+        return Generator([*self.state])
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.state = other.state
+
+
 class PlayedCUDAGraph:
     """`torch.cuda.CUDAGraph`. Of what is captured nothing is done; a replay is one launch."""
 
     device: GraphDevice
     broken = ""  # why none begins
-    made = replayed = dropped = 0
+    made = replayed = 0
+    allocating: list[Any]  # pools of captures that torch's allocator knows of
+    ended: weakref.WeakSet[PlayedCUDAGraph]
+    generator: Generator
 
     def __init__(self) -> None:
         type(self).made += 1
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local" and pool is not None
-        if self.device.stream is self.device.compute:
-            refuse("the default stream")
+        stream = self.device.stream
+        assert isinstance(stream, OwnStream), "torch hands this stream out: others may have launched products there"
+        if stream.workspace_in is not None:
+            assert any(one.pool is stream.workspace_in for one in self.ended), "cuBLAS works in memory that was freed"
+            assert pool is stream.workspace_in, "cuBLAS works in memory of other graphs"
+        self.pool = stream.workspace_in = pool
+        self.allocating.append(pool)
+        self.generator.state[0] = True
         if self.broken:
             refuse(self.broken)
         assert current() is None
@@ -209,16 +244,25 @@ class PlayedCUDAGraph:
         graph.keep_memory()
         graph.__enter__()
 
+    @staticmethod
+    def drop_workspaces() -> None:
+        raise AssertionError("what cuBLAS works in is dropped, also what graphs of the program have")
+
     @classmethod
-    def drop_workspaces(cls) -> None:
-        """What cuBLAS works in, of all streams: within a capture the graph would lose its own."""
-        assert current() is None
-        cls.dropped += 1
+    def end_allocating(cls, device: int, pool: Any) -> None:
+        if pool not in cls.allocating:
+            raise RuntimeError("not currently recording to the pool")
+        cls.allocating.remove(pool)
 
     def capture_end(self) -> None:
         self._graph.__exit__(None, None, None)
         _HERE.graph = None
         self._graph.undo()
+        if self._graph.broken:
+            refuse("the end of a capture that is broken off")
+        self.end_allocating(0, self.pool)
+        self.generator.state[0] = False
+        self.ended.add(self)
 
     def replay(self) -> None:
         type(self).replayed += 1
@@ -233,6 +277,8 @@ def play_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> type[PlayedCUDAGraph]:
     class Graph(PlayedCUDAGraph):
         """Of this test."""
 
+        allocating, ended, generator = [], weakref.WeakSet(), Generator([False])
+
     class Device(GraphDevice):
         def __init__(self) -> None:
             super().__init__()
@@ -242,8 +288,12 @@ def play_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> type[PlayedCUDAGraph]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "default_generators", (Graph.generator,))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", Graph.drop_workspaces, raising=False)
-    monkeypatch.setattr("zerokern.kernels.captured._EXACT", {})
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", Graph.end_allocating, raising=False)
+    monkeypatch.setattr("zerokern.memory.staging.CudaDriver.own_stream", lambda driver: OwnStream(name="own"))
+    for name in ("_EXACT", "_MEMORY"):
+        monkeypatch.setattr(f"zerokern.kernels.captured.{name}", {})
     return Graph
 
 

@@ -154,6 +154,38 @@ def test_a_model_loaded_after_its_optimizer_says_that_remainders_are_dropped() -
         train(again, early, 1)
 
 
+@each("tier", ["device", "disk"])
+@each("master_format", ["split16", "split8"])
+@each("cure", ["refresh_masters", "the model is loaded", "the optimizer is loaded again"])
+def test_remainders_of_other_values_are_refused(master_format: str, tier: str, cure: str, tmp_path: Path) -> None:
+    """Where a value is 0 most of them would make it NaN. `step()` says whose they are, and changes nothing."""
+    where: Any = zk.Nvme(tmp_path) if tier == "disk" else tier
+    optimizer, params = trained(master_format)
+    saved, values = optimizer.state_dict(), copies(params)
+    other = copies(values)
+    with torch.no_grad():
+        other[4][:500] = 0.0
+    before, resumed = copies(other), AdamW(other, lr=1e-2, master_format=master_format, tier=where)
+    resumed.load_state_dict(saved)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r'\["params"\]\[4\]: 2\d\d of its values are NaN .* opt.refresh_masters'):
+            train(resumed, other, 1, start=3)
+    assert same_bits(other, before)
+    if cure == "refresh_masters":
+        resumed.refresh_masters()
+    elif cure == "the model is loaded":
+        with torch.no_grad():
+            other[4].copy_(values[4])
+        with pytest.warns(UserWarning, match="remainders loaded for 1 parameters"):
+            train(resumed, other, 1, start=3)
+    else:
+        other[4].data = values[4].detach().clone()
+        resumed.load_state_dict(saved)
+    train(resumed, other, 2, start=4)
+    assert all(bool(one.isfinite().all()) for one in other)
+    resumed.close()
+
+
 @each("name, state_format", [("adamw", "fp32"), ("adamw", "int8"), ("sgd", "bf16"), ("lion", "int8")])
 @each("how", ["value", "entry", "state", "data"])
 def test_replaced_state_is_used(name: str, state_format: str, how: str) -> None:

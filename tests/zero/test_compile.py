@@ -8,10 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from worlds import World, alone, built, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, make_adamw, mse
+
+from zerokern import StateError
 
 BACKEND = "aot_eager"  # the whole of capture and autograd, without a C++ compiler's seconds
 
@@ -114,3 +117,23 @@ def on_real_ranks(world: World, stages: list[int], backend: str) -> None:
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     on_ranks(2, on_real_ranks, [0, 2, 3], "inductor", timeout=500)
+
+
+def compiled_backwards(world: World) -> None:
+    torch._dynamo.reset()
+    for stage in (1, 2, 3):
+        net = built(Net)
+        world.shard(net, stage=stage)
+        optimizer = make_adamw(net.parameters())
+        for step in range(2):
+            with _enable(lambda graph: graph), pytest.raises(StateError, match="compiled autograd"):
+                mse(net, step, world).backward()
+            optimizer.zero_grad()
+            mse(net, step, world).backward()  # as ever, when torch's engine runs it
+            assert all(param.grad is not None for param in net.parameters())
+            step_and_zero(optimizer)
+
+
+def test_backwards_by_compiled_autograd_are_refused() -> None:
+    """Its graph would hold the accumulation of gradients, and zk.shard be given none."""
+    alone(compiled_backwards)

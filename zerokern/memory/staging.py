@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import BackendError, got, one_of
-from zerokern.kernels.triton.backend import beside_captures
+from zerokern.kernels.triton.backend import beside_captures, make_stream
 from zerokern.memory.pairs import Pairs
 from zerokern.memory.runtime import runtime_library
 from zerokern.memory.span_copies import SpanCopies
@@ -24,9 +24,9 @@ __all__ = [
     "driver_of", "stream_gate",
 ]  # fmt: skip
 
-STREAMS = ("down", "up", "gather", "reduce", "publish", "update", "measure", "capture")
-"""All streams that a process has on a device beside the program's: for copies, to launch collectives from, to update
-what forwards do not need yet, to measure copies on, once, and to capture launches on, which then run elsewhere."""
+STREAMS = ("down", "up", "gather", "reduce", "publish", "update", "measure")
+"""The streams of torch's that a process has on a device beside the program's: for copies, to launch collectives from,
+to update what forwards do not need yet, and to measure copies on, once."""
 # torch's pool has 32 streams for each priority and never frees one; the 33rd request gets the first again, which may be
 # the one that NCCL runs on. So a process that makes a thousand models draws as many as one that makes one.
 _CUDA_STREAMS: dict[tuple[int, str], torch.cuda.Stream] = {}
@@ -156,6 +156,14 @@ class CudaDriver:
             if key not in _CUDA_STREAMS:
                 _CUDA_STREAMS[key] = torch.cuda.Stream(self.device, priority=-1)
             return _CUDA_STREAMS[key]
+
+    def own_stream(self) -> torch.cuda.Stream:
+        """Makes a stream that nobody else has, not even later. It stays; the current device is this one."""
+        return torch.cuda.ExternalStream(make_stream(), device=self.device)
+
+    def current(self) -> int:
+        """Returns the handle of torch's current stream."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         """Context manager that makes a stream of this device current."""

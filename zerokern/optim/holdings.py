@@ -25,13 +25,13 @@ from zerokern.optim.disk import Disk, StateOnDisk, check_slots, in_memory
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey, Layout
 from zerokern.optim.hosted import HostCopies, Location, LocationsOf
 from zerokern.optim.matrices import group_of
-from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, tracked, watched
+from zerokern.optim.outside import Elsewhere, WatchedState, follow, follow_writes, refuse_other_values, tracked, watched
 from zerokern.optim.placing import Placing, check_whole
 from zerokern.optim.records import on_disk_of
 from zerokern.optim.shards import Shards
 from zerokern.optim.shown import LATE, PENDING
 from zerokern.optim.state import StateTier
-from zerokern.optim.survey import Groups, Survey, params_of
+from zerokern.optim.survey import Groups, Survey, names_of, params_of
 from zerokern.schedule import Delayed, check_schedule, check_update, refuse_at_rest, refuse_delayed, refuse_on_device
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.kinds import local_of, shardings_of
@@ -442,6 +442,9 @@ class Holdings:
             previous = None
         last_ones: Any = {"previous": previous, "followed": self.followed}
         made = Binding(survey, groups, tier, compute, beside, formats=formats, **last_ones)
+        if self.followed.prints:  # state was loaded, and no step has been made since
+            names = dict(zip(map(id, survey.all_params), names_of(groups), strict=True))
+            refuse_other_values(self.followed, self.held, names)
         self.placing.forget_moved(self.held)
         self.shards.shown.bound(survey.params, self.state)
         self.followed, self.binding = made.followed, made

@@ -189,7 +189,7 @@ class MatrixTable:
         self._squares: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._still: list[Tensor] = []
         self.begun = self.carried_out = False
-        self._captured = Captured(place := self.spare.place, lambda: cuda_driver(place).aside("capture"))
+        self._captured = Captured(self.spare.place, cache(partial(cuda_driver, self.spare.place)))
         self._next = -1  # the row that goes on with the matrix in memory
         # what is here of cut matrices with records, by ids: True, on its way to their rounds; False, back from there
         self._apart: dict[tuple[int, bool], Tensor] = {}

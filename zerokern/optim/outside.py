@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zerokern.core.errors import StateError, warn
 from zerokern.optim.formats import ON_DISK
 from zerokern.optim.records import on_disk_of
-from zerokern.optim.state import plain
+from zerokern.optim.state import exact_of, plain
 from zerokern.zero.kinds import local_of, present
 from zerokern.zero.shard import shard_of
 from zerokern.zero.watch import Watch
@@ -33,6 +33,12 @@ _UPDATED: dict[int, tuple[weakref.ref[torch.optim.Optimizer], tuple[Any, ...]]] 
 _SECOND_UPDATE = (
     "{kind}.step() updates {which} with gradients that {other}.step() has updated them with already, so that they move "
     "twice in each step. Give each optimizer parameters of its own: zk.muon_groups(model) proposes which zk.Muon takes"
+)
+_PIECE = 1 << 20  # elements of a parameter that are joined with their remainders at once
+_OTHER_VALUES = (
+    "{name}: {count} of its values are NaN together with the remainders that were loaded, which were kept for other "
+    "values. Load the model that they were saved with and then the optimizer, or call opt.refresh_masters(), which "
+    "drops the remainders of all parameters"
 )
 
 
@@ -230,3 +236,26 @@ def follow(params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]], *, 
             f"the remainders loaded for {lost} parameters are dropped, because the parameters were written after "
             "load_state_dict; load the model first, then the optimizer, to keep the exact fp32 values"
         )
+
+
+@torch.no_grad()
+def refuse_other_values(loaded: Watch, state: Mapping[Tensor, dict[str, Any]], names: Mapping[int, str]) -> None:
+    """Raises if remainders that were loaded make a NaN of a number. No other mismatch shows, or moves a value by more
+    than bf16 rounds it.
+
+    A remainder is added to the bits of its value: below those of a zero there are NaNs alone. `loaded`: what has been
+    compared by its bits since, for the model could be loaded later. `names`: of parameters, by id.
+    """
+    for param in map(loaded.tensors.__getitem__, sorted(loaded.prints)):
+        entry = state[param]
+        owner = on_disk_of(entry)
+        if owner is not None and owner.kept:
+            entry = owner.disk.read([owner])[0]
+        if "remainder" not in entry:
+            continue
+        with present(param):
+            pairs = zip(*(one.detach().reshape(-1).split(_PIECE) for one in (param, entry["remainder"])), strict=True)
+            made = (exact_of(value, kept.to(value.device)).isnan() & ~value.isnan() for value, kept in pairs)
+            count = sum(int(one.sum()) for one in made)
+        if count:
+            raise StateError(_OTHER_VALUES.format(name=names.get(id(param), "a parameter"), count=count))

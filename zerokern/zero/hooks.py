@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import sys
 import threading
 import types
 import weakref
@@ -41,6 +42,7 @@ __all__ = [
     "hooks_after_accumulation",
     "import_compiler",
     "in_backward",
+    "in_compiled_backward",
     "is_accumulated",
     "is_within_pass",
     "keep_hook",
@@ -309,6 +311,13 @@ def in_backward() -> bool:
 def accumulates_here() -> bool:
     """Within an operator: whether autograd itself has called it, and no code of Python's."""
     return in_backward() and torch._C._is_torch_function_enabled()
+
+
+def in_compiled_backward() -> bool:
+    """Whether torch's compiled autograd runs a pass: it has traced the nodes that accumulate gradients, and does their
+    part itself, without what is asked of these nodes here."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def current_pass() -> int:

@@ -48,6 +48,11 @@ _OTHERS_IN_GRAPH = (
     "the host would wait for: a CUDA graph has no room for that; before the capture begins, train one step in which "
     "gradients come to the same parameters, on all ranks"
 )
+_COMPILED = (
+    "torch's compiled autograd runs this backward pass, and zk.shard would receive no gradient of it; allowed: "
+    "torch.compile(model) with torch._dynamo.config.compiled_autograd = False, and backward() outside of "
+    "torch._dynamo.compiled_autograd and of compiled functions"
+)
 _SUMS_IN_GRAPH = (
     "passes under no_sync() were made outside of a CUDA graph, and this one goes into it, or the other way round: the "
     "buffers that they add up in come and go; capture all micro-batches of a step, or none"
@@ -164,6 +169,8 @@ class Reduction:
     def _begin(self, first: GradientBucket | None, place: int) -> None:
         if self._model_is_there() is None:  # a graph outlived it
             hooks.refuse_gradients()
+        if hooks.in_compiled_backward():
+            raise StateError(_COMPILED)
         expecting, self.expecting = self.expecting, []
         for hear in expecting:
             hear()

@@ -7,15 +7,14 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
 from zerokern.core.errors import BackendError, say_once
 
 __all__ = [
-    "OLDEST", "beside_captures", "capturing", "check_device", "interpreted", "launching", "refuse_before",
-    "rounds_fma_once", "runs_on", "usable",
+    "OLDEST", "beside_captures", "capturing", "check_device", "interpreted", "launching", "make_stream",
+    "refuse_before", "rounds_fma_once", "runs_on", "usable",
 ]  # fmt: skip
 
 OLDEST = (8, 0)  # cvt.rn.bf16x2, 64-bit addresses in every path, and what the ahead-of-time tests compile for
@@ -25,6 +24,8 @@ _ROUNDED_TWICE = (
     "2.3 where last bits do not matter"
 )
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the legacy default stream, nor does that one for it
+_HIGH = -1  # a stream's priority, as torch counts
 INSTALL = "pip install 'zerokern[cuda]'"
 INSTEAD = "impl='reference' for the ops (plain torch, slow), torch.optim for the optimizers"
 
@@ -87,7 +88,7 @@ def beside_captures() -> Iterator[None]:
 
     >>> with beside_captures(): pass
     """
-    exchange, mode = _exchange_mode(), ctypes.c_int(_RELAXED)
+    exchange, mode = _of_driver("cuThreadExchangeStreamCaptureMode"), ctypes.c_int(_RELAXED)
     exchanged = exchange is not None and exchange(ctypes.byref(mode)) == 0
     try:
         yield
@@ -96,14 +97,26 @@ def beside_captures() -> Iterator[None]:
             exchange(ctypes.byref(mode))  # it holds the mode from before
 
 
+def make_stream() -> int:
+    """Makes a stream of high priority on the current device and returns its handle, which none of torch's streams has.
+
+    torch hands its streams out in turn: the 33rd request gets the first one again. Nobody destroys this one.
+    """
+    create, stream = _of_driver("cuStreamCreateWithPriority"), ctypes.c_void_p()
+    code = None if create is None else create(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(_HIGH))
+    if code != 0 or not stream.value:
+        raise BackendError(f"the CUDA driver has made no stream: {'it is not there' if code is None else code}")
+    return stream.value
+
+
 @functools.cache
-def _exchange_mode() -> Callable[[Any], int] | None:
-    """The driver's function that sets this thread's mode and returns the one before in its place."""
+def _of_driver(name: str) -> Callable[..., int] | None:
+    """The function of that name of the CUDA driver; None if there is none."""
     if torch.version.cuda is None:
         return None
     try:
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # no driver, or one from before CUDA 10.1
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):  # no driver, or an old one
         return None
 
 
