@@ -165,7 +165,8 @@ class Unit:
 
     def collect(self) -> None:
         """Reduce the gradients, for the unit's backward is over: WHOLE -> REDUCING."""
-        self._check("collect")
+        if self.state is not WHOLE:
+            self._check("collect")
         self.state = REDUCING
         self.reduce()
 
@@ -180,7 +181,8 @@ class Unit:
         if self.computing:
             raise StateError(f"reshard() of {self.called}, which is {self.state.name}, within its forward")
         self._in_place.clear()
-        if any(memory.disk_copier is not None for memory in self.sharded):  # nobody needs to hear of a failure any more
+        if self._handles and any(memory.disk_copier is not None for memory in self.sharded):
+            # nobody needs to hear of a failure any more
             handles, self._handles = self._handles, []
             for handle in handles:
                 with contextlib.suppress(IoError):
@@ -241,7 +243,8 @@ class Unit:
     def wait_for_copies(self) -> None:
         """Return once no copy reads the shards, so that they may be written."""
         for memory in self.sharded:
-            memory.settle()
+            if memory.host is not None:  # others are read by collectives alone
+                memory.settle()
 
     def _count_updates(self) -> None:
         """Count updates of the shards as writes to the full parameters: autograd refuses graphs of older values."""
