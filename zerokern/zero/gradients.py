@@ -123,7 +123,7 @@ class Inbox:
         self.break_off()
         for noted in (self.arrived, self.absent, self._dropped, self.from_other_leaves):
             noted.clear()
-        self.task = NO_PASS
+        self.arrivals.task = NO_PASS
 
     def kept(self) -> dict[int, Tensor]:
         """Returns what the program has in `.grad`, by place, whatever arrives there now."""
@@ -452,7 +452,7 @@ class GradientBucket:
         assert self.buffer is not None
         with without_waiting():
             self.take_written()
-        self.phase, inbox.task = CLOSED, NO_PASS
+        self.phase, inbox.arrivals.task = CLOSED, NO_PASS
         inbox.collect(self.buffer, self._stored, self._kept)
         for place, grad in inbox.from_other_leaves:
             self._write(place, grad, self._stored)

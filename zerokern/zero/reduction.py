@@ -75,7 +75,8 @@ class Reduction:
         self._in_graph = False  # whether the pass goes into a CUDA graph
         self.turns: UnitRunner | None = None  # at stage 3 units decide
         self._order = LaunchOrder(buckets)
-        self._ends = list(accumulate(len(one.entries) for one in buckets))
+        ends = list(accumulate(len(one.entries) for one in buckets))
+        self._slices = list(map(slice, [0, *ends], ends))  # of each bucket, in what is of all parameters
         self._params = TensorBodies([param for one in buckets for param in one.inbox.params])
         self._leaves = self._params  # of autograd
         if not all(one.inbox.lands_in_params for one in buckets):
@@ -196,8 +197,7 @@ class Reduction:
         with without_waiting():  # what is asked here of parameters are no values
             self._trained = trained = self._params.trained()
             trains = trained if self._leaves is self._params else self._leaves.trained()
-            for bucket, end in zip(self.buckets, self._ends, strict=True):
-                some = slice(end - len(bucket.entries), end)
+            for bucket, some in zip(self.buckets, self._slices, strict=True):
                 noted = task if trained[some] == trains[some] else hooks.NO_PASS
                 arrived = place if bucket is first else None
                 bucket.inbox.begin(noted, sum(trained[some]), arrived, shows_none=self._shows_none)
@@ -266,8 +266,8 @@ class Reduction:
         while self.memory.outstanding:
             self.memory.wait_for_oldest()
         given: list[list[int]] = []
-        for bucket, end in zip(self.buckets, self._ends, strict=True):
-            mine = marks[end - len(bucket.entries) : end]
+        for bucket, some in zip(self.buckets, self._slices, strict=True):
+            mine = marks[some]
             if AFTER_LAUNCH in mine:
                 bucket.reduce_after_launch(self.memory.scratch_for(bucket))
             given.append([place for place, mark in enumerate(mine) if mark])
@@ -579,7 +579,7 @@ def _shows_anyway(bucket: GradientBucket, place: int) -> bool:
 
 def _marks(bucket: GradientBucket) -> bytearray:
     """Returns what arrived of a bucket in this pass, by place."""
-    found = bytearray(len(bucket.entries))
+    found = bytearray(len(bucket.inbox.leaves))
     for place in bucket.inbox.arrived:
         found[place] = ARRIVED
     for place in bucket.places_after_launch:

@@ -60,6 +60,7 @@ class UnitRunner:
         sharded = [(unit, memory) for unit in units for memory in unit.sharded]
         self._moves = bool(sharded)  # on one rank parameters stay where they are
         self._captures = self._moves and group.device.type == "cuda"  # whether a pass may go into a CUDA graph
+        self._copied = [unit for unit in units if any(memory.host is not None for memory in unit.sharded)]
         self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
         self._of_param = {id(entry.param): (unit, entry) for unit in units for entry in unit.entries}
         here = weakref.ref(self)
@@ -121,7 +122,7 @@ class UnitRunner:
         for unit in self._active_units():
             unit.outside, unit.computing = False, 0
             unit.reshard()
-        for unit in self.units:
+        for unit in self._copied:
             unit.wait_for_copies()
 
     def keep_unsharded(self, keeps: bool) -> None:

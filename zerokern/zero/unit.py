@@ -243,12 +243,13 @@ class Unit:
     def wait_for_copies(self) -> None:
         """Return once no copy reads the shards, so that they may be written."""
         for memory in self.sharded:
-            if memory.host is not None:  # others are read by collectives alone
-                memory.settle()
+            memory.settle()
 
     def _count_updates(self) -> None:
         """Count updates of the shards as writes to the full parameters: autograd refuses graphs of older values."""
-        self._written.count_writes(self._pieces.written(accept=True))
+        updated = self._pieces.written(accept=True)
+        if updated:
+            self._written.count_writes(updated)
 
     def watch_writes(self) -> None:
         """From here on somebody has the full parameters and may write to them."""
