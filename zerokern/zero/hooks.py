@@ -158,20 +158,15 @@ def on_accumulation(
 ) -> Callable[[Tensor], None]:
     """A hook that notes among `arrivals` that autograd has put a gradient into a leaf's `.grad`.
 
-    It calls `receive`, the same for all leaves of these arrivals, with the place of a gradient that no running pass
-    expects, that completes the inbox, came before, or is not to wait. This runs once for each parameter in each pass:
-    all share one function, which stays in the cache. It must not refer to the leaf: no collector sees that.
+    `receive` is that of all these leaves, and called with the place of a gradient that is not to wait, or not noted.
+    It runs for each parameter in each pass. It must not refer to the leaf: no collector sees that.
     """
     if arrivals.receive is _nothing:
         arrivals.receive = _Own(receive)
     if not waits:
-        return functools.partial(_receive_at_once, arrivals.receive, place)
+        return lambda _: arrivals.receive(place)
     _skip(Arrivals.note.__code__)
     return functools.partial(arrivals.note, place)
-
-
-def _receive_at_once(receive: Callable[[int], None], place: int, _: Tensor) -> None:
-    receive(place)
 
 
 @functools.cache
@@ -445,9 +440,8 @@ def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
     return top
 
 
-#: the hooks that are in force; True: also where hooks are refused
-_top: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None]
-_top = torch._C._autograd._top_saved_tensors_default_hooks
+#: of `True`: the hooks that are in force, also where hooks are refused
+_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def push_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:

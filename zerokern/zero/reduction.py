@@ -257,7 +257,8 @@ class Reduction:
         for bucket in self._order.left():
             self._complete(bucket)
         with without_waiting():
-            if not (self._shows_none and self._params.have_gradients() and self._leaves.have_gradients()):
+            empty = self._shows_none and self._params.have_gradients()
+            if not (empty and (self._leaves is self._params or self._leaves.have_gradients())):
                 for bucket in self.buckets:
                     bucket.take_written()
         marks = bytearray().join(map(_marks, self.buckets))
@@ -265,12 +266,12 @@ class Reduction:
             marks = self._heard(marks)
         while self.memory.outstanding:
             self.memory.wait_for_oldest()
-        given: list[list[int]] = []
+        given: list[Sequence[int]] = []
         for bucket, some in zip(self.buckets, self._slices, strict=True):
             mine = marks[some]
             if AFTER_LAUNCH in mine:
                 bucket.reduce_after_launch(self.memory.scratch_for(bucket))
-            given.append([place for place, mark in enumerate(mine) if mark])
+            given.append([place for place, mark in enumerate(mine) if mark] if 0 in mine else range(len(mine)))
         for bucket in self.buckets:
             if bucket.shown.exposed:  # optimizers that know nothing of copies read these
                 bucket.shown.land()
@@ -579,9 +580,13 @@ def _shows_anyway(bucket: GradientBucket, place: int) -> bool:
 
 def _marks(bucket: GradientBucket) -> bytearray:
     """Returns what arrived of a bucket in this pass, by place."""
-    found = bytearray(len(bucket.inbox.leaves))
-    for place in bucket.inbox.arrived:
-        found[place] = ARRIVED
+    inbox = bucket.inbox
+    if len(inbox.arrived) == len(inbox.leaves):
+        found = bytearray((ARRIVED,)) * len(inbox.leaves)
+    else:
+        found = bytearray(len(inbox.leaves))
+        for place in inbox.arrived:
+            found[place] = ARRIVED
     for place in bucket.places_after_launch:
         found[place] = AFTER_LAUNCH
     return found
