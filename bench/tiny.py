@@ -1,6 +1,7 @@
 """Host time where parameters are tiny: zk.shard on one rank over the plain model, zk.AdamW on both, in turns.
 
-290 parameters: 24 blocks of six 8 x 8 `Linear`s, and a head. CPU time of the thread, by phase.
+290 parameters: 24 blocks of six 8 x 8 `Linear`s, and a head. CPU time of the thread, by phase. The floors, of
+`zerokern.bench.units`, do what no library of the kind can leave out, with and without a hook for each gradient.
 
     python -m zerokern.bench.tiny [ROUNDS]
 """
@@ -17,17 +18,21 @@ import torch
 from torch import nn
 
 import zerokern as zk
+from zerokern.bench.units import Floor
 
 PHASES = ("forward", "backward", "step", "zero_grad")
 STEPS, WARM_ROUNDS = 10, 2
 Step = Callable[[], list[float]]
 
 
-def step_of(stage: int | None) -> Step:
+def step_of(stage: int | None, *, floor: bool = False, hooks: bool = False) -> Step:
+    """`floor`: below stage 3 all parameters are one unit of it, that of the root."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(24)]
     model = nn.Sequential(*blocks, nn.Linear(8, 8))
-    if stage is not None:
+    if stage is not None and floor:
+        Floor(model, blocks if stage == 3 else [], None, hooks=hooks, swaps=stage == 3)
+    elif stage is not None:
         zk.shard(model, stage=stage, units=blocks)
     optimizer = zk.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(4, 8)
@@ -47,6 +52,9 @@ def step_of(stage: int | None) -> Step:
 def main(rounds: int) -> None:
     torch.set_num_threads(1)
     steps = {"plain": step_of(None)} | {f"stage {stage}": step_of(stage) for stage in (1, 2, 3)}
+    for stage, name in ((2, "floor, stages 1 and 2"), (3, "floor, stage 3")):
+        steps[name] = step_of(stage, floor=True, hooks=True)
+        steps[f"{name}, no hooks"] = step_of(stage, floor=True)
     turns: dict[str, list[list[float]]] = {name: [] for name in steps}
     for _ in range(WARM_ROUNDS + rounds):
         for name, step in steps.items():
@@ -59,7 +67,7 @@ def main(rounds: int) -> None:
         )
         medians = (statistics.median(phase) for phase in zip(*counted, strict=True))
         told = ", ".join(f"{phase} {1e3 * one:.2f}" for phase, one in zip(PHASES, medians, strict=True))
-        print(f"{name:8} {over:.2f}x of plain (ms: {told})")
+        print(f"{name:31} {over:.2f}x of plain (ms: {told})")
 
 
 if __name__ == "__main__":

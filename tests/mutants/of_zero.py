@@ -218,8 +218,8 @@ MUTANTS = (
     Mutant(
         "saved_parameter_is_read_wherever_it_is",
         "zerokern/zero/saved_tensors.py",
-        "if unit.state is not WHOLE or unit.began != current_pass() or unit.began == -1:",
-        "if unit.began != current_pass() or unit.began == -1:",
+        "if unit.state is not WHOLE or unit.began != graph_task() or unit.began == -1:",
+        "if unit.began != graph_task() or unit.began == -1:",
         "What autograd saved of a unit that was released within the pass is read without its memory.",
         ("tests/zero/test_modules.py", "tests/zero/test_different_calls.py", "tests/zero/test_random_programs.py"),
     ),

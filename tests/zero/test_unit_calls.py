@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zerokern as zk
+from zerokern.bench.units import Floor
 
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("comm", "optim")]
 
@@ -24,14 +25,26 @@ SCRIPT = """
 import json
 from zerokern.bench import units
 units.started()
-print(json.dumps(units.calls_of_units(units.OURS, units.FSDP2)))
+print(json.dumps(units.calls_of_units(units.OURS, units.FSDP2, units.FLOOR, units.FLOOR_WITHOUT_HOOKS)))
 """
 
 
 def test_a_unit_runs_half_of_the_python_that_fsdp2_runs() -> None:
     said = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
-    ours, fsdp2 = json.loads(said.splitlines()[-1]).values()
+    ours, fsdp2, floor, without_hooks = json.loads(said.splitlines()[-1]).values()
     assert 0 < ours <= MOST * fsdp2, (ours, fsdp2)
+    assert 0 < without_hooks < floor < ours, (without_hooks, floor, ours)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_floor_has_the_gradients_of_the_plain_model(swaps: bool) -> None:
+    plain, model = Deep(), Deep()
+    model.load_state_dict(plain.state_dict())
+    Floor(model, list(model.units[1:]) if swaps else [], None, hooks=True, swaps=swaps)
+    for one in (plain, model):
+        one(torch.ones(2, 8)).backward()
+    for param, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
 
 
 class Deep(nn.Module):

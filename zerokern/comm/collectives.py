@@ -128,12 +128,12 @@ def all_gather(pg: Any, full: Tensor, shard: Tensor) -> Any:
 def reduce_scatter(pg: Any, out: Tensor, bucket: Tensor, op: str = "sum") -> Any:
     """Starts to sum or average the buckets of all ranks; `out` gets this rank's span and may lie in `bucket`."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(out, bucket, op=_op(op), group=pg, async_op=True)
+    return scatter(out, bucket, op=_OPS[op], group=pg, async_op=True)
 
 
 def all_reduce(pg: Any, tensor: Tensor, op: str) -> Any:
     """Starts to sum, average or take the maximum over all ranks, in place."""
-    return dist.all_reduce(tensor, op=_op(op), group=pg, async_op=True)
+    return dist.all_reduce(tensor, op=_OPS[op], group=pg, async_op=True)
 
 
 def all_to_all(pg: Any, receives: list[Tensor], sends: list[Tensor]) -> Any:
@@ -141,8 +141,7 @@ def all_to_all(pg: Any, receives: list[Tensor], sends: list[Tensor]) -> Any:
     return dist.all_to_all(receives, sends, group=pg, async_op=True)
 
 
-def _op(name: str) -> Any:
-    return {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}[name]
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
 def broadcast(pg: Any, tensor: Tensor, src: int) -> Any:

@@ -10,6 +10,7 @@ of each communicator fits on a GPU at once: NCCL takes at most 32 of its multipr
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class DeviceGroup(CommonGroup):
         return self._launch(
             "reduce_scatter",
             detail(bucket),
-            lambda: collectives.reduce_scatter(self._common.lane, total, bucket, op),
+            partial(collectives.reduce_scatter, self._common.lane, total, bucket, op),
             None if straight and scale == 1.0 else finish,
             bucket,
             out,
@@ -104,7 +105,7 @@ class DeviceGroup(CommonGroup):
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
         source = own_span(full, self.rank, self.size) if shard is None else shard
         return self._launch(
-            "all_gather", detail(full), lambda: collectives.all_gather(self._pg, full, source), None, full, source
+            "all_gather", detail(full), partial(collectives.all_gather, self._pg, full, source), None, full, source
         )
 
     def _publish(self, full: Tensor) -> Handle:

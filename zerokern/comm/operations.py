@@ -108,7 +108,7 @@ class Ledger:
             self.exchanger = threading.get_ident()
         else:
             self.thread = threading.get_ident()
-        about = subject()
+        about = _thread.at[1]  # `subject()`
         operation = Operation(kind, count, f"{about}: {detail}" if about else detail, source)
         self.record.append(operation)
         return operation

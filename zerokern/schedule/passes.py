@@ -55,7 +55,9 @@ def moves_before(
                 break
             there.add(number)
     moves = [("Release", number) for number in done if number not in following]
-    moves += [("Gather", number) for number in (unit, *following)]
+    moves.append(("Gather", unit))
+    for number in following:
+        moves.append(("Gather", number))
     return moves
 
 
@@ -110,10 +112,11 @@ class UnitOrder:
         self._order: list[int] = []
         self._at = 0
         self._known = -1
-        self._left = False  # whether the ranks have left the recorded order in this pass
+        # whether the ranks have left the recorded order in this pass: what comes is not known
+        self.left = False
 
     def begin(self) -> None:
-        self._at, self._left = 0, False
+        self._at, self.left = 0, False
 
     def use(self, unit: _Unit, also: Callable[[], str] = str, *, leaves: bool = False) -> None:
         """Records that this unit is next; raises if another rank does something else.
@@ -128,7 +131,7 @@ class UnitOrder:
         if follows:
             self._ranks.follow(key)
         else:
-            self._left = True
+            self.left = True
             self._ranks.agree(key + also())
             self._order[self._at :] = [number]
         self._at += 1
@@ -145,18 +148,13 @@ class UnitOrder:
         """Returns the units that have had a turn in this pass, the last one first."""
         return list(dict.fromkeys(reversed(self._order[: self._at])))
 
-    @property
-    def left(self) -> bool:
-        """Whether the ranks have left the recorded order in this pass: what comes is not known."""
-        return self._left
-
     def at_last_turn_of(self, number: int) -> bool:
         """Returns whether it is this unit's turn, and the recorded order has no other one to come.
 
         That of the root is beside those of other units: it may come behind one whose output is the root's too.
         """
         at = self._at - (self._order[self._at - 1 : self._at] == [ROOT])
-        return not self._left and self._order[at - 1 : at] == [number] and number not in self._order[at:]
+        return not self.left and self._order[at - 1 : at] == [number] and number not in self._order[at:]
 
     def forget_rest(self) -> None:
         """Ends a pass that went no further: what else was recorded does not come again. A pass without turns says

@@ -450,8 +450,9 @@ class GradientBucket:
             self._write(place, grad, self._stored)
             inbox.arrived.add(place)
         inbox.from_other_leaves.clear()
-        for place in self._places - self._stored - self._kept:
-            self._span(place).zero_()
+        if len(self._stored) < len(self._places):
+            for place in self._places - self._stored - self._kept:
+                self._span(place).zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
             self._show()
             if new := set() if self.in_place else self._places - shown.held:

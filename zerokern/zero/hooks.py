@@ -38,6 +38,7 @@ __all__ = [
     "at_end_of_backward",
     "before_accumulation",
     "current_pass",
+    "graph_task",
     "graph_tensors",
     "hooks_after_accumulation",
     "import_compiler",
@@ -85,12 +86,24 @@ NO_PASS = -2  # the number of none
 class Arrivals:
     """Which gradients of a bucket have arrived in `.grad`, by place, in the backward pass with the number `task`.
 
-    `expected`: how many complete the bucket. The hooks of leaves keep it: it must refer to no leaf.
+    `expected`: how many complete the bucket. `receive`: called for each that is not only noted. The hooks of leaves
+    keep it: it must refer to no leaf.
     """
+
+    __slots__ = ("arrived", "expected", "receive", "task")
 
     def __init__(self) -> None:
         self.arrived: set[int] = set()
         self.task, self.expected = NO_PASS, 0
+        self.receive: Callable[[int], None] = _nothing
+
+    def note(self, place: int, _: Tensor) -> None:
+        """Notes a gradient, or has it received: where no running pass expects it, it is the last, or came before."""
+        arrived = self.arrived
+        if self.task == graph_task() and place not in arrived and len(arrived) + 1 < self.expected:
+            arrived.add(place)
+        else:
+            self.receive(place)
 
 
 def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None]]) -> object:
@@ -143,25 +156,19 @@ def keep_user_hooks(
 
 
 def on_accumulation(
-    arrivals: Arrivals, place: int, receive: Callable[[], None], *, waits: bool
+    arrivals: Arrivals, place: int, receive: Callable[[int], None], *, waits: bool
 ) -> Callable[[Tensor], None]:
     """A hook that notes among `arrivals` that autograd has put a gradient into a leaf's `.grad`.
 
-    It calls `receive` for a gradient that no running pass expects, that completes the inbox, came before, or is not to
-    wait. This runs once for each parameter in each pass. It must not refer to the leaf: no collector sees that.
+    `receive` is that of all these leaves, and called with the place of a gradient that is not to wait, or not noted.
+    It runs for each parameter in each pass. It must not refer to the leaf: no collector sees that.
     """
-    arrived, receive_, task_of = arrivals.arrived, _Own(receive), torch._C._current_graph_task_id
+    if arrivals.receive is _nothing:
+        arrivals.receive = _Own(receive)
     if not waits:
-        return lambda _: receive_()
-
-    def note(_: Tensor) -> None:
-        if arrivals.task == task_of() and place not in arrived and len(arrived) + 1 < arrivals.expected:
-            arrived.add(place)
-        else:
-            receive_()
-
-    _skip(note.__code__)
-    return note
+        return lambda _: arrivals.receive(place)
+    _skip(Arrivals.note.__code__)
+    return functools.partial(arrivals.note, place)
 
 
 @functools.cache
@@ -303,9 +310,13 @@ def after_loading(module: nn.Module, call: Callable[[], None]) -> None:
     module.register_load_state_dict_post_hook(_Own(lambda *_: call()))
 
 
+#: the number of the pass that autograd itself is running in this thread; -1: none. No Python runs when it is called
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
     """Whether autograd is running a pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def accumulates_here() -> bool:
@@ -322,7 +333,7 @@ def in_compiled_backward() -> bool:
 
 def current_pass() -> int:
     """The number of the pass that autograd is running in this thread; -1: none. Those `within_pass` count as that."""
-    number = torch._C._current_graph_task_id()
+    number = graph_task()
     return number if number == -1 or _pass.number == -1 else _pass.number
 
 
@@ -433,13 +444,13 @@ class AroundCheckpoint:
 
 def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The hooks that are told at present of what autograd saves, in this thread."""
-    while (top := _top()) is not None and isinstance(getattr(top[0], "__self__", None), AroundCheckpoint):
+    while (top := _top(True)) is not None and isinstance(getattr(top[0], "__self__", None), AroundCheckpoint):
         torch._C._autograd._pop_saved_tensors_default_hooks()
     return top
 
 
-def _top() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+#: of `True`: the hooks that are in force, also where hooks are refused
+_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def push_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
@@ -453,7 +464,7 @@ def remove_saved_hooks(unpack: Callable[[Any], Tensor]) -> None:
     Module hooks of a program may push theirs before a forward and pop them after it, and after ours.
     """
     others, pop = [], torch._C._autograd._pop_saved_tensors_default_hooks
-    while (top := _top()) is not None:
+    while (top := _top(True)) is not None:
         pop()
         if top[1] == unpack:
             break

@@ -229,8 +229,8 @@ class Publisher:
         for params in self._params[self._next :] if self._ready is not None else ():
             mark_updated(params.tensors)
         self._ready, self._tears = None, _nothing
-        for memory in self._memories:
-            memory.group.publishing.discard(self)
+        for group in self._groups.values():  # no other one has been told
+            group.publishing.discard(self)
 
     def wait_for_bucket(self, last: int) -> None:
         """Wait until all trained buckets up to this one are those of the last step on this rank."""

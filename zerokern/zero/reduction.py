@@ -80,7 +80,8 @@ class Reduction:
         self._in_graph = False  # whether the pass goes into a CUDA graph
         self.turns: UnitRunner | None = None  # at stage 3 units decide
         self._order = LaunchOrder(buckets)
-        self._ends = list(accumulate(len(one.entries) for one in buckets))
+        ends = list(accumulate(len(one.entries) for one in buckets))
+        self._slices = list(map(slice, [0, *ends], ends))  # of each bucket, in what is of all parameters
         self._params = TensorBodies([param for one in buckets for param in one.inbox.params])
         self._leaves = self._params  # of autograd
         if not all(one.inbox.lands_in_params for one in buckets):
@@ -203,8 +204,7 @@ class Reduction:
         with without_waiting():  # what is asked here of parameters are no values
             self._trained = trained = self._params.trained()
             trains = trained if self._leaves is self._params else self._leaves.trained()
-            for bucket, end in zip(self.buckets, self._ends, strict=True):
-                some = slice(end - len(bucket.entries), end)
+            for bucket, some in zip(self.buckets, self._slices, strict=True):
                 noted = task if trained[some] == trains[some] else hooks.NO_PASS
                 arrived = place if bucket is first else None
                 bucket.inbox.begin(noted, sum(trained[some]), arrived, shows_none=self._shows_none)
@@ -260,7 +260,8 @@ class Reduction:
         for bucket in self._order.left():
             self._complete(bucket)
         with without_waiting():
-            if not (self._shows_none and self._params.have_gradients() and self._leaves.have_gradients()):
+            empty = self._shows_none and self._params.have_gradients()
+            if not (empty and (self._leaves is self._params or self._leaves.have_gradients())):
                 for bucket in self.buckets:
                     bucket.take_written()
         marks = bytearray().join(map(_marks, self.buckets))
@@ -268,12 +269,12 @@ class Reduction:
             marks = self._heard(marks)
         while self.memory.outstanding:
             self.memory.wait_for_oldest()
-        given: list[list[int]] = []
-        for bucket, end in zip(self.buckets, self._ends, strict=True):
-            mine = marks[end - len(bucket.entries) : end]
+        given: list[Sequence[int]] = []
+        for bucket, some in zip(self.buckets, self._slices, strict=True):
+            mine = marks[some]
             if AFTER_LAUNCH in mine:
                 bucket.reduce_after_launch(self.memory.scratch_for(bucket))
-            given.append([place for place, mark in enumerate(mine) if mark])
+            given.append([place for place, mark in enumerate(mine) if mark] if 0 in mine else range(len(mine)))
         for bucket in self.buckets:
             if bucket.shown.exposed:  # optimizers that know nothing of copies read these
                 bucket.shown.land()
@@ -582,9 +583,13 @@ def _shows_anyway(bucket: GradientBucket, place: int) -> bool:
 
 def _marks(bucket: GradientBucket) -> bytearray:
     """Returns what arrived of a bucket in this pass, by place."""
-    found = bytearray(len(bucket.entries))
-    for place in bucket.inbox.arrived:
-        found[place] = ARRIVED
+    inbox = bucket.inbox
+    if len(inbox.arrived) == len(inbox.leaves):
+        found = bytearray((ARRIVED,)) * len(inbox.leaves)
+    else:
+        found = bytearray(len(inbox.leaves))
+        for place in inbox.arrived:
+            found[place] = ARRIVED
     for place in bucket.places_after_launch:
         found[place] = AFTER_LAUNCH
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerokern.memory.addresses import TensorBodies
 from zerokern.zero import checks
-from zerokern.zero.hooks import in_backward
+from zerokern.zero.hooks import graph_task, in_backward
 from zerokern.zero.kinds import without_waiting
 from zerokern.zero.params import BucketEntry
 from zerokern.zero.sharded import Sharded
@@ -53,7 +53,7 @@ class Registrations:
     def register_full(self, *, materialized: bool) -> None:
         """Let the modules compute with the full parameters. `materialized`: some may be full already."""
         self._is_full = True
-        if not in_backward():  # a hook within the last pass may have frozen or thawed the parameters alone
+        if graph_task() == -1:  # a hook within the last pass may have frozen or thawed the parameters alone
             self._freeze_alike(self._params, self.fulls)
         found = list(map(dict.get, self._whose, self._names))
         if not materialized and all(map(operator.is_, found, self._place_params)):
@@ -83,7 +83,7 @@ class Registrations:
             if self._rnns:
                 self._refresh_rnns()
             self._is_full = False
-            if not in_backward():  # the forward may have frozen or thawed the full ones alone
+            if graph_task() == -1:  # the forward may have frozen or thawed the full ones alone
                 self._freeze_alike(self.fulls, self._params)
 
     def _freeze_alike(self, source: Sequence[Tensor], others: Sequence[Tensor]) -> None:

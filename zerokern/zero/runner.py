@@ -22,7 +22,7 @@ from zerokern.kernels.triton.backend import capturing
 from zerokern.schedule.passes import Prefetch, UnitOrder, moves_before
 from zerokern.zero import hooks
 from zerokern.zero.containers import mapped
-from zerokern.zero.hooks import in_backward
+from zerokern.zero.hooks import graph_task, in_backward
 from zerokern.zero.saved_tensors import Notes, SavedTensors
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_ops import GET_DATA, leaves
@@ -59,6 +59,8 @@ class UnitRunner:
         self._nbytes = [unit.nbytes for unit in units]
         sharded = [(unit, memory) for unit in units for memory in unit.sharded]
         self._moves = bool(sharded)  # on one rank parameters stay where they are
+        self._captures = self._moves and group.device.type == "cuda"  # whether a pass may go into a CUDA graph
+        self._copied = [unit for unit in units if any(memory.host is not None for memory in unit.sharded)]
         self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
         self._of_param = {id(entry.param): (unit, entry) for unit in units for entry in unit.entries}
         here = weakref.ref(self)
@@ -102,7 +104,7 @@ class UnitRunner:
             self.forward.begin()
 
     def _is_captured(self) -> bool:
-        return self._moves and self.group.device.type == "cuda" and capturing(self.group.device)
+        return self._captures and capturing(self.group.device)
 
     def _refuse_part_in_graph(self, unit: Unit, *, outside: bool = False) -> None:
         """Refuses what a graph would read or leave behind; what is whole otherwise is gathered once more."""
@@ -120,7 +122,7 @@ class UnitRunner:
         for unit in self._active_units():
             unit.outside, unit.computing = False, 0
             unit.reshard()
-        for unit in self.units:
+        for unit in self._copied:
             unit.wait_for_copies()
 
     def keep_unsharded(self, keeps: bool) -> None:
@@ -144,9 +146,10 @@ class UnitRunner:
         if unit.all_materialized and (unit is not self.root or self._all_materialized()):
             unit.bypassed += 1
             return
-        self._refuse_part_in_graph(unit)
+        if self._captures:
+            self._refuse_part_in_graph(unit)
         unit.computing += 1
-        if not in_backward():
+        if graph_task() == -1:
             self._take_turn(unit, self.forward)
         else:  # a forward that is repeated for its activations: its order is the backward's
             self.join_backward()
@@ -190,8 +193,9 @@ class UnitRunner:
         over = self._over(unit) if goes_back and not order.left else []
         more_comes = False  # of one that has had all of the turns on record
         if over:
-            more_comes = any(one.pending for one in over)
-            self._collect([one for one in over if not one.pending])  # first: others may wait for these
+            ended = [one for one in over if not one.pending]
+            more_comes = len(ended) < len(over)
+            self._collect(ended)  # first: others may wait for these
         with during(order.of(unit)):
             over = []
 
@@ -227,7 +231,7 @@ class UnitRunner:
         first = self._end_forward(unit)
         unit.computing = max(0, unit.computing - 1)
         unit.keep_writes()
-        if unit.computing or in_backward():
+        if unit.computing or graph_task() != -1:
             return
         unit.registrations.register_sharded()
         outputs = list(hooks.graph_tensors(result, first)) if torch.is_grad_enabled() else []
@@ -277,7 +281,8 @@ class UnitRunner:
             self._begin_backward(unit)
 
     def _begin_backward(self, unit: Unit) -> None:
-        self._refuse_part_in_graph(unit)
+        if self._captures:
+            self._refuse_part_in_graph(unit)
         self.join_backward()
         unit.began = self._task
         self._kept.discard(unit.number)

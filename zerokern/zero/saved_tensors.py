@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.zero import hooks
-from zerokern.zero.hooks import current_pass
+from zerokern.zero.hooks import graph_task
 from zerokern.zero.kinds import is_placed, local_of, shown_as
 from zerokern.zero.params import BucketMemory, Gathered
 from zerokern.zero.sharded import Sharded
@@ -159,7 +159,8 @@ def unpack(packed: Any) -> Tensor:
         return kept
     note: Note = saved
     unit = note.unit
-    if unit.state is not WHOLE or unit.began != current_pass() or unit.began == -1:
+    # a pass within another one has a number of its own: it takes the longer way, which asks for that of the outer one
+    if unit.state is not WHOLE or unit.began != graph_task() or unit.began == -1:
         runner.before_reading(unit)
     found = note.of_version._version
     if found != version:

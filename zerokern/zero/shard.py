@@ -303,7 +303,7 @@ class Shard:
         # a graph may outlive the model
         arrived = hooks.weakly(self.sharding.reduction.gradient_arrived, hooks.refuse_gradients)
         waits, arrivals = bucket.inbox.waits[place], bucket.inbox.arrivals
-        note = hooks.on_accumulation(arrivals, place, partial(arrived, number, place), waits=waits)
+        note = hooks.on_accumulation(arrivals, place, partial(arrived, number), waits=waits)
         hooks.keep_user_hooks(leaf, self.after_reduction, note)
 
     def take_from_other_leaf(self, leaf: Tensor) -> object:

@@ -165,7 +165,8 @@ class Unit:
 
     def collect(self) -> None:
         """Reduce the gradients, for the unit's backward is over: WHOLE -> REDUCING."""
-        self._check("collect")
+        if self.state is not WHOLE:
+            self._check("collect")
         self.state = REDUCING
         self.reduce()
 
@@ -180,7 +181,8 @@ class Unit:
         if self.computing:
             raise StateError(f"reshard() of {self.called}, which is {self.state.name}, within its forward")
         self._in_place.clear()
-        if any(memory.disk_copier is not None for memory in self.sharded):  # nobody needs to hear of a failure any more
+        if self._handles and any(memory.disk_copier is not None for memory in self.sharded):
+            # nobody needs to hear of a failure any more
             handles, self._handles = self._handles, []
             for handle in handles:
                 with contextlib.suppress(IoError):
@@ -244,7 +246,9 @@ class Unit:
 
     def _count_updates(self) -> None:
         """Count updates of the shards as writes to the full parameters: autograd refuses graphs of older values."""
-        self._written.count_writes(self._pieces.written(accept=True))
+        updated = self._pieces.written(accept=True)
+        if updated:
+            self._written.count_writes(updated)
 
     def watch_writes(self) -> None:
         """From here on somebody has the full parameters and may write to them."""
