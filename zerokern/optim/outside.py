@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerokern.core.errors import StateError, warn
-from zerokern.optim.formats import ON_DISK
+from zerokern.optim.formats import ON_DISK, exact_of
 from zerokern.optim.records import on_disk_of
-from zerokern.optim.state import exact_of, plain
+from zerokern.optim.state import plain
 from zerokern.zero.kinds import local_of, present
 from zerokern.zero.shard import shard_of
 from zerokern.zero.watch import Watch

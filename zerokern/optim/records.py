@@ -104,7 +104,7 @@ class OnDisk:
 
     __slots__ = ("disk", "exact", "first", "initial", "kept", "layout", "param", "places", "shape", "slots")
 
-    def __init__(self, disk: object, param: Tensor, layout: Layout) -> None:
+    def __init__(self, disk: Any, param: Tensor, layout: Layout) -> None:
         self.disk, self.param, self.layout, self.shape = disk, param, layout, param.shape
         self.slots = layout.columns
         self.initial, self.kept = 0.0, False
