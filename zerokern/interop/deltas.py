@@ -179,7 +179,7 @@ class Deltas:
         here = optimizer.holdings
         if not here.delays:
             here.changes.tell(here.shards)  # what was changed before is of no delta of this one
-        here.changes.add(self._reader, loaded=here.binding is None and bool(here.held))
+        here.changes.add(self._reader)
 
     def _collect(self) -> None:
         """Has all optimizers tell what their updates have changed."""

@@ -164,9 +164,9 @@ class Changes:
         """Whether anybody reads them."""
         return bool(self._spans or self.readers or self.sends)
 
-    def add(self, reader: Reader, *, loaded: bool) -> None:
-        """Begins to tell a reader. `loaded`: no update has been made since state was loaded."""
-        if not loaded:
+    def add(self, reader: Reader) -> None:
+        """Begins to tell a reader."""
+        if not self._renewed:
             self._fill = 0
         self.readers.add(reader)
 

@@ -49,9 +49,8 @@ class ChangedSpan:
         self._pieces = [(one.offset, of[one.param].piece) for one in bucket.pieces(memory.group.rank)]
         self._pairs = [(entry.param, shard) for entry, shard in zip(memory.entries, shards, strict=True)]
         watched = [*(param for param, _ in self._pairs), *(piece for _, piece in self._pieces)]
-        self.writes = WriteLog(
-            watched, memory=False
-        )  # of others than updates: all is sent then, they may be here alone
+        # what others than updates write may be here alone: all is sent then
+        self.writes = WriteLog(watched, memory=False)
         self._most = int(MOST * bucket.shard_numel * memory.dtype.itemsize) // 8 * 8  # so that what is sent is aligned
         self._room, self._pause = 0, Pause()
         self._count = 0
