@@ -1,8 +1,10 @@
-"""The name of a class means one thing: no two modules of the package define it."""
+"""The name of a class means one thing: no two modules of the package define it. What sets it apart from the class that
+is most like it stands on a page."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -12,6 +14,9 @@ SHARED = {  # the list may only become shorter
     "Ticket": "the protocol of whatever ends, in memory, and the ticket of a disk, which is one",
     "Slot": "a cell of a ring, which is public, and a tensor of a parameter's state",
 }
+PAGE = "docs/classes.md"
+SECTIONS = ("optim",)  # folders whose classes the page lists
+ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| `(\w+)` \| [^|]+ \|$", re.MULTILINE)
 
 
 def homes(sources: Mapping[str, str]) -> dict[str, list[str]]:
@@ -36,3 +41,27 @@ def test_a_class_has_a_name_of_its_own() -> None:
 def test_a_namesake_is_found() -> None:
     made = homes({"a.py": "class Row: ...", "b.py": "def f():\n    class Row: ...\nclass Column: ..."})
     assert made == {"Row": ["a.py", "b.py"], "Column": ["b.py"]}
+
+
+def said_of(folder: str, page: str) -> dict[str, str]:
+    """By class, the nearest other one, as the page's section on a folder has it."""
+    section = re.search(rf"^## {folder}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    return dict(ROW.findall(section[1])) if section else {}
+
+
+def test_each_class_is_set_apart_from_its_nearest() -> None:
+    package = homes({path: read(path) for path in files(".py", under=("zerokern/",))})
+    for folder in SECTIONS:
+        rows = said_of(folder, read(PAGE))
+        here = {name for name, at in package.items() if any(path.startswith(f"zerokern/{folder}/") for path in at)}
+        new = ", ".join(sorted(here - rows.keys()))
+        assert not new, f"{new}: say on {PAGE} which class is nearest and why it is not that one"
+        gone = ", ".join(sorted(rows.keys() - here))
+        assert not gone, f"{gone}: {folder} has no such class any more; take its row out of {PAGE}"
+        lost = ", ".join(f"{name} ({nearest})" for name, nearest in rows.items() if nearest not in {*package} - {name})
+        assert not lost, f"{lost}: {PAGE} compares it with what is no other class"
+
+
+def test_a_row_is_read() -> None:
+    page = "# Classes\n\n## a\n\n| class | is |\n| --- |\n| `Row` | a row | `Column` | it is not |\n\n## b\n\n| `B` |\n"
+    assert said_of("a", page) == {"Row": "Column"} and said_of("b", page) == {} == said_of("c", page)

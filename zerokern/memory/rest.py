@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import sys
 import threading
@@ -277,7 +278,7 @@ class Rest:
     @property
     def is_lent(self) -> bool:
         """Whether somebody still has a view from `lend`."""
-        return storage_references(self._lent) > storage_references(torch.empty(1))
+        return storage_references(self._lent) > _references_of_one_tensor()
 
     def store_if_unused(self) -> None:
         """Stores, keeps or frees memory that nobody uses. Called with the lock held."""
@@ -337,3 +338,9 @@ class Rest:
             raise
         if not self._has_contents:
             ctypes.memset(self._bytes.data_ptr(), 0, given)
+
+
+@functools.cache
+def _references_of_one_tensor() -> int:
+    """Returns how many references there are to memory that one tensor alone is over."""
+    return storage_references(torch.empty(1))

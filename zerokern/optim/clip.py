@@ -19,7 +19,7 @@ from zerokern.kernels import sumsq
 from zerokern.kernels.ops import sumsq_there
 from zerokern.optim import checks
 from zerokern.optim.accord import norm_of_all
-from zerokern.optim.shards import gradient_of, scale_gradients, with_gradients
+from zerokern.optim.shards import with_gradients
 from zerokern.optim.survey import added
 from zerokern.zero.kinds import is_divided
 from zerokern.zero.reducing import known_squares, measured, rows_by_bucket, sumsq_of_each
@@ -94,7 +94,7 @@ def clip_grad_norm_(
         else:
             if sharding.publisher is not None:
                 sharding.publisher.finish()  # an update may be reading them
-            scale_gradients([param for param, _ in mine], factor)
+            _scale(mine, factor)
     return shown
 
 
@@ -103,6 +103,22 @@ def _gradient_holder(param: Tensor) -> Tensor:
     shard = shard_of(param)
     exposed = shard is not None and shard.team is None and param.grad is None and shard.piece.grad is not None
     return shard.piece if exposed else param  # type: ignore[union-attr]
+
+
+def _gradient_of(param: Tensor, shard: Shard) -> Tensor | None:
+    """Returns this rank's span of a gradient; after `zk.shards(model)` the piece has it."""
+    found = shard.local_gradient(param)
+    return shard.piece.grad if found is None else found
+
+
+def _scale(pairs: Iterable[tuple[Tensor, Shard]], factor: Tensor) -> None:
+    """Multiplies this rank's span of each gradient in place."""
+    found = [grad for param, shard in pairs if (grad := _gradient_of(param, shard)) is not None]
+    for places in in_turns([found]):
+        some = [found[place] for place in places]
+        with fetched(some, written=some):
+            for grad in some:
+                grad.mul_(factor.to(grad.device))
 
 
 def _grouped(pairs: Iterable[tuple[Tensor, Shard]], key: Callable[[Shard], Any]) -> dict[Any, list[Any]]:
@@ -127,7 +143,7 @@ def _total(
     for (sharding, team, copies), mine in _grouped(divided, attrgetter("sharding", "team", "copies")).items():
         factor = sharding.take_fold()
         sharding.fold(factor)
-        pairs = [(grad, shard) for param, shard in mine if (grad := gradient_of(param, shard)) is not None]
+        pairs = [(grad, shard) for param, shard in mine if (grad := _gradient_of(param, shard)) is not None]
         there = [(grad, shard) for grad, shard in pairs if grad.numel()]
         own = _measure([grad for grad, _ in there], kind, sharding.group.device, [shard for _, shard in there])
         sums.setdefault(team, []).append(own * factor**2 / copies if kind == 2.0 else own * factor)

@@ -29,10 +29,9 @@ from zerokern.zero.changed_spans import Take
 from zerokern.zero.kinds import is_divided, is_placed, shardings_of, without_waiting
 from zerokern.zero.reducing import Sumsq
 from zerokern.zero.shard import Shard, shard_changes, shard_of, shards_of
-from zerokern.zero.tiers import fetched, in_turns
 from zerokern.zero.watch import Watch
 
-__all__ = ["Shards", "gradient_of", "scale_gradients", "sharded"]
+__all__ = ["Shards", "sharded", "with_gradients"]
 
 _EXPOSED = (
     "{name}: its gradient is with the parameter that zk.shards(model) returned for it; since that call, optimizers are "
@@ -386,7 +385,7 @@ def _refuse_int8(shards: Iterable[Shard]) -> None:
 
 def with_gradients(sharding: Any) -> set[int]:
     """Returns the ids of the shards of all parameters of a model that have gradients."""
-    pairs = [(param, shard) for param in sharding.zero_order if (shard := shard_of(param)) is not None]
+    pairs = zip(sharding.zero_order, sharding.shards, strict=True)
     return {id(shard) for param, shard in pairs if param.grad is not None or shard.piece.grad is not None}
 
 
@@ -399,7 +398,7 @@ def _followed(
     if len(shardings) != 1 or shardings[0].seen_versions is None:
         return followed, None
     all_params = shardings[0].zero_order
-    if len(followed) != len(all_params) or {id(param) for param, _ in followed} != set(map(id, all_params)):
+    if {id(param) for param, _ in followed} != set(map(id, all_params)):
         return followed, None
     return list(zip(all_params, shardings[0].shards, strict=True)), shardings[0].seen_versions
 
@@ -416,24 +415,3 @@ def _places_of_spans(shards: Sequence[Shard]) -> tuple[list[Any], list[int]]:
     ends = accumulate((len(bucket.entries) for bucket in buckets), initial=0)
     first = {id(bucket): end for bucket, end in zip(buckets, ends, strict=False)}
     return reductions, [first[id(shard.gradients)] + shard.place for shard in shards]
-
-
-def gradient_of(param: Tensor, home: Shard) -> Tensor | None:
-    """Returns this rank's span of a gradient; after `zk.shards(model)` the piece has it."""
-    found = home.local_gradient(param)
-    return home.piece.grad if found is None else found
-
-
-def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiplies this rank's span of each gradient in place."""
-    found = []
-    for param in params:
-        home = shard_of(param)
-        grad = param.grad if home is None else gradient_of(param, home)
-        if grad is not None:
-            found.append(grad)
-    for places in in_turns([found]):
-        some = [found[place] for place in places]
-        with torch.no_grad(), fetched(some, written=some):
-            for grad in some:
-                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
