@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from tables import each
 from torch import Tensor, nn
 from worlds import World, on_ranks, ranked
 
@@ -84,6 +85,39 @@ def test_steps_join(case: Case) -> None:
     assert not case.take().names
     case.step()
     case.take()
+
+
+def test_torchs_default_device_is_not_that_of_a_delta(tmp_path: Path) -> None:
+    case = Case(lr=1e-5)
+    for _ in range(2):
+        case.step()
+        with torch.device("meta"):
+            delta = case.follower.take()
+            delta.save(tmp_path / "0.safetensors")
+            delta = zk.Delta.load(tmp_path / "0.safetensors")
+        delta.apply_(case.mirror)
+    assert isinstance(delta.tensors["one.weight"].part, Packed)
+    assert torch.equal(case.model.one.weight, case.mirror.one.weight)
+
+
+@pytest.mark.gpu
+@each("tier, update", [("device", "host"), ("cpu", "host"), ("cpu", "device"), ("disk", "host")])
+def test_a_model_on_a_gpu(tier: str, update: str, tmp_path: Path) -> None:
+    """Bits are where the update ran, which may be the host, and values where the parameters are."""
+    model = nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 1)).bfloat16().cuda()
+    mirror = copy.deepcopy(model)
+    where: Any = zk.Nvme(tmp_path) if tier == "disk" else tier
+    opt = zk.AdamW(model.parameters(), lr=1e-4, tier=where, update=update)
+    follower = zk.deltas(model, opt)
+    for _ in range(3):
+        model(torch.randn(2, 40, device="cuda").bfloat16()).float().pow(2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        delta = follower.take()
+        delta.apply_(mirror)
+        assert any(isinstance(one.part, Packed) for one in delta.tensors.values())
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), mirror.parameters(), strict=True))
+    opt.close()
 
 
 def test_at_low_rates_little_changes() -> None:

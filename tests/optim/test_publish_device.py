@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -161,6 +162,66 @@ def test_bytes_of_fine_tuning(schedule: Any, stage: int) -> None:
     assert [one["copies"] for one in found] == [one["copies"] for one in dense]
     assert found[2]["launches"] == found[2]["copies"] > 0
     assert all(one["launches"] == 0 for one in dense)
+
+
+def stepped(publish: str, place: str = "cpu", device: Any = None) -> list[Tensor]:
+    """`place`: torch's default device while the optimizer steps."""
+    model = built(lambda: torch.nn.Sequential(torch.nn.Linear(64, 500), torch.nn.Linear(500, 8))).bfloat16()
+    if device is None:
+        model.cuda()
+    for param in model.parameters() if device is not None else ():
+        device.own(param)
+    zk.shard(model, stage=2, publish=publish)
+    optimizer = zk.AdamW(model.parameters(), lr=1e-5, tier="cpu", schedule="sync")
+    for seed in range(4):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        model(x.to(next(model.parameters()).device)).float().square().mean().backward()
+        with torch.device(place):
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.flush()
+    values = [param.detach().clone() for param in model.parameters()]
+    optimizer.close()
+    return values
+
+
+@pytest.fixture
+def device() -> Iterator[Counting]:
+    made = Counting()
+    with one_thread():
+        yield made
+    made.close()
+
+
+def test_torchs_default_device_does_not_reach_what_is_sent(device: Counting) -> None:
+    assert same_bits(stepped("all", device=device), stepped("delta", "meta", device))
+    assert device.up["launches"]
+
+
+@each("what", ["_enlarge", "_unpack"])
+@each("error", [torch.OutOfMemoryError, zk.BudgetError, ImportError])
+def test_where_changes_cannot_be_sent_all_is(
+    what: str, error: type[Exception], device: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without memory for what is packed, or without a kernel that unpacks it, is no reason to end a step."""
+    expected, made = stepped("all", device=device), getattr(changed_copies.ChangedCopies, what)
+    calls = []
+
+    def fail(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 1:
+            raise error("not this time")
+        made(*given)
+
+    monkeypatch.setattr(changed_copies.ChangedCopies, what, fail)
+    monkeypatch.setattr("zerokern.kernels.changed._PAUSE", 2)
+    assert same_bits(expected, stepped("delta", device=device))
+    assert len(calls) > 1 and device.up["launches"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_bits_of_all() -> None:
+    assert same_bits(stepped("all"), stepped("delta"))
 
 
 @each("kind", [Overlap, WrittenByAll, SkippedInOverlap, LateReloaded])

@@ -310,7 +310,7 @@ def _read(path: Path, entries: Mapping[str, Any]) -> dict[str, Tensor]:
     found = {}
     with on_disk(path, "cannot read"), path.open("rb") as file:
         for name, entry in entries.items():
-            memory = torch.empty(entry.nbytes, dtype=torch.uint8)
+            memory = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
             file.seek(entry.offset)
             file.readinto(_bytes_of(memory))
             found[name] = memory.view(DTYPES[entry.code])

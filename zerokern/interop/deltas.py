@@ -217,7 +217,8 @@ class Deltas:
             is_dense = is_dense or total != self._sums[place]  # whoever has written it
         elif not is_dense and piece.dtype in DTYPES:
             with present(piece):
-                packed = pack_changed(bits, self._flat(place))
+                flat = self._flat(place)
+                packed = pack_changed(bits.to(flat.device), flat)  # bits are where the update ran
         if packed is not None and packed.nbytes < _MOST * piece.nbytes:
             return [packed.nbytes, packed.places.numel(), total], packed
         return [_DENSE if is_dense or bits is not None else 0, 0, total], None
@@ -281,7 +282,7 @@ class Deltas:
         """Yields what has changed of these tensors, in their whole shape. All ranks send what they have of them."""
         mine = []
         for place, is_dense, nbytes in batch:
-            packed, sent = packs[place], torch.empty(0, dtype=torch.uint8)
+            packed, sent = packs[place], torch.empty(0, dtype=torch.uint8, device="cpu")
             if is_dense and nbytes[self._group.rank]:
                 with present(self._shards[place].piece):
                     sent = self._flat(place).clone().view(torch.uint8)

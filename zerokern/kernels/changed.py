@@ -23,6 +23,7 @@ _PAUSE = 8  # times in a row that values are sent, of which the last alone is pa
 _LISTED = 16  # from so many on the places of a block are its bits
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CHUNK = 1 << 16  # words that are added up together by torch's operations
+_DEVICE_CHUNK = 1 << 22  # on a device, where they are six launches
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,10 @@ def pack_changed(mask: Tensor, values: Tensor) -> Packed:
     if device.type != "cpu":
         return _pack(mask, values)
     library, sizes = native.library(), (c_int64 * 2)()
-    counts = torch.empty(formats.blocks(numel), dtype=torch.uint8)
+    counts = torch.empty(formats.blocks(numel), dtype=torch.uint8, device="cpu")  # whatever torch's default is
     native.check(library.zk_changed_count(mask.data_ptr(), numel, counts.data_ptr(), sizes), context="zk_changed_count")
     # one more of each: an empty tensor has no address
-    places, chosen = torch.empty(sizes[0] + 1, dtype=torch.uint8), values.new_empty(sizes[1] + 1)
+    places, chosen = counts.new_empty(sizes[0] + 1), values.new_empty(sizes[1] + 1)
     into = formats.DTYPES[values.dtype], numel, places.data_ptr(), chosen.data_ptr()
     native.check(library.zk_changed_pack(mask.data_ptr(), values.data_ptr(), *into), context="zk_changed_pack")
     return Packed(numel, counts, places[:-1], chosen[:-1])
@@ -195,16 +196,16 @@ def weighted_sum(flat: Tensor, first: int = 0) -> int:
 
 def _weighted_sum(words: Tensor, first: int) -> int:
     """`weighted_sum` by torch's operations: the native call's meaning, and what runs on devices."""
-    bits = (1 << 8 * words.itemsize) - 1
-    weights = torch.arange(1, min(_CHUNK, max(words.numel(), 1)) + 1, device=words.device)
+    bits, chunk = (1 << 8 * words.itemsize) - 1, _CHUNK if words.device.type == "cpu" else _DEVICE_CHUNK
+    weights = torch.arange(1, min(chunk, max(words.numel(), 1)) + 1, device=words.device)
     sums: list[Tensor] = []
-    for some in words.split(_CHUNK):
+    for some in words.split(chunk):
         wide = some.to(torch.int64)
         wide = wide.bitwise_and_(bits) if some.itemsize in (2, 4) else wide
         sums += [wide.sum(), (wide * weights[: len(wide)]).sum()]
     found = torch.stack(sums).tolist() if words.numel() else []
     return sum(
-        (first + place * _CHUNK) * one + weighted
+        (first + place * chunk) * one + weighted
         for place, (one, weighted) in enumerate(zip(found[::2], found[1::2], strict=True))
     ) % (1 << 64)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerokern.core.errors import BudgetError, say_once
 from zerokern.kernels.changed import MOST, PARTS, Packed, Pause, pack_changed, unpack_changed
 from zerokern.kernels.triton.backend import launching
 from zerokern.memory.copies import Copies, Copy
@@ -19,6 +20,10 @@ __all__ = ["Changed", "ChangedCopies"]
 _SLOTS = 2  # one is filled while the other is on its way
 _ALL_EACH = 64  # copies of the same values: what nobody counts as written on the device lasts no longer
 _ALIGNMENT = 16
+_FAILED = (
+    "what updates have changed is not sent to the device as such ({cause}): all values are, with the same results, and "
+    "it is tried again later"
+)
 
 
 class Changed(NamedTuple):
@@ -33,7 +38,7 @@ class _Slot:
     """Pinned memory and as much on the device, which packed bytes pass through. `last`: the ticket behind their use."""
 
     def __init__(self) -> None:
-        self.here = self.there = torch.empty(0, dtype=torch.uint8)
+        self.here = self.there = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.last: Copy | None = None
 
 
@@ -55,6 +60,14 @@ class ChangedCopies:
         pause = self._pauses.setdefault(key, Pause())
         if not pause.is_over() or not self._counts[key] % _ALL_EACH:
             return None
+        try:
+            return self._send(pause, changed, ready)
+        except (MemoryError, BudgetError, ImportError, RuntimeError) as error:  # torch.OutOfMemoryError is the last
+            pause.begin()
+            say_once(__name__, _FAILED.format(cause=f"{type(error).__name__}: {error}"))
+            return None
+
+    def _send(self, pause: Pause, changed: Sequence[Changed], ready: Any) -> Copy | None:
         from zerokern.kernels.triton.changed import group_rows  # where no device is asked for, Triton may be missing
 
         packs = [(pack_changed(one.bits, one.values), one.target) for one in changed]
@@ -71,7 +84,7 @@ class ChangedCopies:
         self._slots.append(self._slots.pop(0))
         if slot.last is not None:
             slot.last.wait()
-        if slot.here.nbytes < sum(sizes):
+        if slot.there.nbytes < sum(sizes):
             self._enlarge(slot, sum(sizes) * 5 // 4, changed[0].target.device)
         for some, out in zip(sections, slot.here.split([*sizes, slot.here.nbytes - sum(sizes)]), strict=False):
             torch.cat([one.view(torch.uint8) for one in some], out=out[: sum(one.nbytes for one in some)])
@@ -79,11 +92,11 @@ class ChangedCopies:
         slot.last = self._link.to_device([slot.here[: there.nbytes]], [there], ready=ready)
         with self._link.driver.aside("up"):
             self._unpack(packs, rows.shape, there.split(sizes))
-            slot.last = self._link.here()
+            slot.last = self._link.here([one.target for one in changed])
         return slot.last
 
     def _enlarge(self, slot: _Slot, nbytes: int, place: torch.device) -> None:
-        slot.here = slot.there = torch.empty(0, dtype=torch.uint8)  # before others are made
+        slot.here = slot.there = slot.there[:0]  # before others are made
         (slot.here,) = self._room.lay_out([Wanted("changes", torch.Size([nbytes]), torch.uint8)])
         with self._link.driver.aside("up"):  # where it is used: memory of another stream may be in use there yet
             slot.there = torch.empty(nbytes, dtype=torch.uint8, device=place)

@@ -152,10 +152,14 @@ class Copies:
         self._lock = threading.RLock()
         self._closed = False
 
-    def here(self) -> Copy:
-        """Returns a ticket for all work that the current stream has been given so far."""
-        copy = Copy(self.driver, None, ())
+    def here(self, keeps: Sequence[Tensor] = ()) -> Copy:
+        """Returns a ticket for all work that the current stream has been given so far. `keeps`: what that work uses, so
+        that its memory is nobody else's before it has ended."""
+        copy = Copy(self.driver, None, [(one, one) for one in keeps])
         copy._mark = self.driver.mark(None)
+        if keeps:
+            with self._lock:
+                self._pending.append(copy)
         return copy
 
     def to_host(

@@ -131,7 +131,7 @@ class Reader(WriteLog):
         """Adds bits of a parameter, or of a piece of it."""
         for place in self._places_of(tensors):
             known = self._bits.get(place)
-            self._bits[place] = bits if known is None else known | bits
+            self._bits[place] = bits if known is None else known | bits.to(known.device)
 
     def take(self, place: int) -> Tensor | None:
         """Returns the bits of a tensor, if any are set; there are none then."""

@@ -70,7 +70,7 @@ class ChangedSpan:
         `send`: gathers the spans of all ranks into a flat tensor. `take`: gives up the bits of what has changed of a
         piece since it last did; None: nobody knows.
         """
-        mask = torch.zeros(-(-self._memory.bucket.shard_numel // 8), dtype=torch.uint8)
+        mask = self._memory.own.new_zeros(-(-self._memory.bucket.shard_numel // 8), dtype=torch.uint8)
         for offset, piece in self._pieces:
             bits = None if take is None else take(piece)
             if bits is not None:
@@ -88,10 +88,10 @@ class ChangedSpan:
 
     def _wire(self, packed: Packed | None, room: int) -> Tensor:
         """Returns memory for what all ranks send, of which this rank's part is filled in as far as there is room."""
-        wire = torch.empty(self._memory.group.size, _HEAD + room, dtype=torch.uint8)
+        wire = self._memory.own.new_empty((self._memory.group.size, _HEAD + room), dtype=torch.uint8)
         mine = wire[self._memory.group.rank]
         need, nplaces = (_NEEDS_ALL, 0) if packed is None else (packed.nbytes, packed.places.numel())
-        mine[:_HEAD].view(torch.int64).copy_(torch.tensor([need, nplaces, self._print]))
+        mine[:_HEAD].view(torch.int64).copy_(torch.tensor([need, nplaces, self._print], device="cpu"))
         if packed is not None and need <= room:
             packed.write(mine[_HEAD : _HEAD + need])
         return wire

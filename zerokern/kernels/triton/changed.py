@@ -69,11 +69,11 @@ def group_rows(packs: Sequence[tuple[Packed, Tensor]]) -> Tensor:
         groups = -(-blocks // GROUP.value)
         pad = groups * GROUP.value - blocks
         counts = packed.counts.to(torch.int64)
-        lengths = (numel - torch.arange(blocks) * BLOCK_NUMEL).clamp(max=BLOCK_NUMEL)
+        lengths = (numel - torch.arange(blocks, device=counts.device) * BLOCK_NUMEL).clamp(max=BLOCK_NUMEL)
         sizes = torch.where(counts < SHORT.value, counts, (lengths + 7) // 8).masked_fill_(counts == lengths, 0)
         each = torch.nn.functional.pad(torch.stack([counts, sizes]), (0, pad))
         changes, places = each.view(2, groups, GROUP.value).sum(2)
-        number = torch.arange(groups)
+        number = torch.arange(groups, device=counts.device)
         begin = number * width
         value_at = first_value + torch.cumsum(changes, 0) - changes
         place_at = first_place + torch.cumsum(places, 0) - places
@@ -88,7 +88,7 @@ def group_rows(packs: Sequence[tuple[Packed, Tensor]]) -> Tensor:
         rows.append(row[changes > 0])
         first_count, first_place = first_count + blocks, first_place + packed.places.numel()
         first_value += packed.values.numel()
-    return torch.cat(rows) if rows else torch.empty(0, ROW_WORDS, dtype=torch.int64)
+    return torch.cat(rows) if rows else torch.empty(0, ROW_WORDS, dtype=torch.int64, device="cpu")
 
 
 def unpack(rows: Tensor, counts: Tensor, places: Tensor, values: Tensor) -> None:
