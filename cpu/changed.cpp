@@ -47,13 +47,16 @@ void pack(const uint8_t *mask, const Word *from, int64_t numel, uint8_t *places,
         const int64_t length = length_of(numel, base);
         const BlockBits bits(mask + base / 8, length);
         const int64_t count = bits.count(), nbytes = place_bytes(count, length);
-        bits.for_each([&](int64_t place) { *values++ = from[base + place]; });
         if (nbytes && count < LISTED) {
-            bits.for_each([&](int64_t place) { *places++ = static_cast<uint8_t>(place); });
-        } else {
-            for (int64_t byte = 0; byte < nbytes; ++byte)
-                *places++ = static_cast<uint8_t>(bits.words[byte / 8] >> (byte % 8 * 8));
+            bits.for_each([&](int64_t place) {
+                *values++ = from[base + place];
+                *places++ = static_cast<uint8_t>(place);
+            });
+            continue;
         }
+        bits.for_each([&](int64_t place) { *values++ = from[base + place]; });
+        for (int64_t byte = 0; byte < nbytes; ++byte)
+            *places++ = static_cast<uint8_t>(bits.words[byte / 8] >> (byte % 8 * 8));
     }
 }
 

@@ -27,7 +27,7 @@ from zerokern.kernels.changed import Packed, changed_mask, pack_changed, unpack_
 
 SIZES = (0, 1, 7, 8, 63, 129, 257, 1003, (1 << 16) | 133)
 RATES = (0.3, 1e-3, 1e-3, 1e-6, 0.0)  # of all, some, few and no values; one after the other
-LENGTHS = (0, 1, 5, 15, 16, 17, 100, 127, 128, 129, 143, 256, 1000, 4096 + 77)
+LENGTHS = (0, 1, 5, 15, 16, 17, 100, 127, 128, 129, 143, 256, 1000, 4096 + 77, (3 << 16) + 77)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
