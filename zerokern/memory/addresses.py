@@ -40,7 +40,7 @@ _COUNTS_A_WRITE = (  # `torch::autograd::impl::bump_version`, of whichever class
     "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
     "_ZN5torch8autograd4impl12bump_versionERKN2at10TensorBaseE",
 )
-_FEW = 50  # tensors whose versions Python reads as fast as the native library: those of one unit are often so few
+_FEW = 8  # tensors whose versions Python reads as fast as the native library
 _WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which points to its TensorImpl
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
@@ -48,6 +48,7 @@ _pointer_of = torch.Tensor.data_ptr
 _grad_of, _version_of = operator.attrgetter("grad"), operator.attrgetter("_version")
 _is_trained, _dtype_of = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 _numel_of, _is_contiguous, _is_neg = torch.Tensor.numel, torch.Tensor.is_contiguous, torch.Tensor.is_neg
+_is_inference = torch.Tensor.is_inference
 
 
 class Calls(NamedTuple):
@@ -214,13 +215,16 @@ class TensorBodies:
         self._known = place is not None
         self.bodies = array("Q", map(_tensor_of, tensors))
         self._cells = array("Q", [id(tensor) + (place or 0) for tensor in tensors])
+        # where these two lie, and how many they are: asked for in each of many calls
+        self._at = self._cells.buffer_info()[0], self.bodies.buffer_info()[0], len(self.bodies)
+        # tensors of inference mode have no versions, of which torch raises an error, and the native call would crash
+        self._counts_natively = len(tensors) > _FEW and not any(map(_is_inference, tensors))
 
     def unchanged(self) -> bool:
         """Returns whether every tensor still has the TensorImpl that it had."""
         if not self._known:
             return array("Q", map(_tensor_of, self.tensors)) == self.bodies
-        (cells, count), (bodies, _) = self._cells.buffer_info(), self.bodies.buffer_info()
-        return bool(native.library().zk_in_cells(cells, bodies, count) == count)
+        return bool(native.library().zk_in_cells(*self._at) == self._at[2])
 
     def have_gradients(self, gradients: array[int] | None = None) -> bool:
         """Returns whether the gradient of every tensor is the one with this TensorImpl; None: whether none has one.
@@ -235,7 +239,7 @@ class TensorBodies:
             if gradients is None or None in grads:
                 return gradients is None and grads.count(None) == len(grads)
             return array("Q", map(_tensor_of, grads)) == gradients
-        bodies, count = self.bodies.buffer_info()
+        _, bodies, count = self._at
         wanted = None if gradients is None else gradients.buffer_info()[0]
         asked = native.library().zk_have_gradients
         return bool(asked(ctypes.byref(calls.functions), bodies, wanted or 0, count) == count)
@@ -249,20 +253,26 @@ class TensorBodies:
         calls = torch_calls()
         if calls is None or not self.unchanged():
             return array("Q", map(_pointer_of, self.tensors)) == addresses
-        bodies, count = self.bodies.buffer_info()
+        _, bodies, count = self._at
         asked = native.library().zk_in_place
         return bool(asked(ctypes.byref(calls.functions), bodies, addresses.buffer_info()[0], count) == count)
 
     def versions(self) -> array[int]:
-        """Returns the versions of the tensors, of which none may be an inference tensor.
+        """Returns the versions of the tensors; raises as torch does for one of inference mode.
 
         >>> TensorBodies([torch.ones(3).add_(1), torch.ones(3)]).versions().tolist()
         [1, 0]
+        >>> with torch.inference_mode():
+        ...     bodies = TensorBodies([torch.ones(3) for _ in range(100)])
+        >>> bodies.versions()
+        Traceback (most recent call last):
+        ...
+        RuntimeError: Inference tensors do not track version counter.
         """
-        calls = torch_calls() if len(self.bodies) > _FEW else None
+        calls = torch_calls() if self._counts_natively else None
         if calls is None or not self.unchanged():
             return array("q", map(_version_of, self.tensors))
-        (bodies, count), found = self.bodies.buffer_info(), array("q", bytes(8 * len(self.bodies)))
+        (_, bodies, count), found = self._at, array("q", bytes(8 * self._at[2]))
         native.library().zk_versions(calls.version, bodies, found.buffer_info()[0], count)
         return found
 
@@ -275,7 +285,7 @@ class TensorBodies:
         calls = torch_calls()
         if calls is None or not self.unchanged():
             return bytes(map(_is_trained, self.tensors))
-        (bodies, count), found = self.bodies.buffer_info(), array("B", bytes(len(self.bodies)))
+        (_, bodies, count), found = self._at, array("B", bytes(self._at[2]))
         native.library().zk_trained(calls.requires_grad, bodies, found.buffer_info()[0], count)
         return found.tobytes()
 

@@ -97,14 +97,6 @@ class Arrivals:
         self.task, self.expected = NO_PASS, 0
         self.receive: Callable[[int], None] = _nothing
 
-    def note(self, place: int, _: Tensor) -> None:
-        """Notes a gradient, or has it received: where no running pass expects it, it is the last, or came before."""
-        arrived = self.arrived
-        if self.task == graph_task() and place not in arrived and len(arrived) + 1 < self.expected:
-            arrived.add(place)
-        else:
-            self.receive(place)
-
 
 def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None]]) -> object:
     """Ask `receive`, given each complete gradient of a leaf, what to add to its `.grad`, while the result is held.
@@ -167,8 +159,16 @@ def on_accumulation(
         arrivals.receive = _Own(receive)
     if not waits:
         return lambda _: arrivals.receive(place)
-    _skip(Arrivals.note.__code__)
-    return functools.partial(arrivals.note, place)
+    _skip(_note.__code__)
+    return functools.partial(_note, arrivals, place)
+
+
+def _note(arrivals: Arrivals, place: int, _: Tensor) -> None:
+    arrived = arrivals.arrived
+    if arrivals.task == graph_task() and place not in arrived and len(arrived) + 1 < arrivals.expected:
+        arrived.add(place)
+    else:
+        arrivals.receive(place)
 
 
 @functools.cache
