@@ -18,7 +18,7 @@ from zerokern.activations.tiles import cut
 from zerokern.building.construction import Construction
 from zerokern.comm import Group, during, sharding_group
 from zerokern.core.errors import StateError, got
-from zerokern.core.units import Publish, Reduce, Stage, Tier
+from zerokern.core.units import BUCKET_BYTES, Publish, Reduce, Stage, Tier
 from zerokern.memory import TierConfig
 from zerokern.memory.heap import mmap_large_blocks, trim_heap
 from zerokern.memory.order import TierOrder
@@ -32,7 +32,6 @@ from zerokern.zero.units import Units, Whole
 
 __all__ = ["BUCKET_BYTES", "build", "gathered", "no_sync", "shard", "sharding_of", "shards"]
 
-BUCKET_BYTES = 32 << 20
 Module = TypeVar("Module", bound=nn.Module)
 
 

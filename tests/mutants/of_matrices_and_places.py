@@ -331,8 +331,8 @@ MUTANTS = (
     Mutant(
         "every_second_round_is_planned_unaligned",
         "zerokern/planner/matrices.py",
-        "*(-(-even // _ALIGNED) * _ALIGNED + odd if odd else even for even, odd in room)",
-        "*(even + odd if odd else even for even, odd in room)",
+        "round_places(even, odd, several)[1] for even, odd in room",
+        "even + odd for even, odd in room",
         "A plan leaves out the bytes by which every second round is aligned.",
         ("tests/zero/test_muon_stage3.py::test_two_rounds_are_in_memory_as_planned",),
     ),

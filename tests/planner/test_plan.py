@@ -16,7 +16,8 @@ from zerokern.core.units import BUFFERS
 from zerokern.examples.model import GPT, Shape
 from zerokern.kernels.rules import RULES
 from zerokern.optim.formats import layout_of
-from zerokern.optim.optimizers import SGD, Adagrad, AdamW, Lion
+from zerokern.optim.muon import Muon
+from zerokern.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 from zerokern.planner.recipe import Recipe
 from zerokern.zero.partition import partition
 from zerokern.zero.units import members, units_of
@@ -121,7 +122,10 @@ class TestBytes:
         on_host = zk.plan("1B", world=4, tier="cpu", device="cpu")
         assert on_host.tiers["cpu"] == 10 * 250_000_000, "parameters on the host are updated where they are"
 
-    @pytest.mark.parametrize("name, made", [("adamw", AdamW), ("lion", Lion), ("adagrad", Adagrad), ("sgd", SGD)])
+    @pytest.mark.parametrize(
+        "name, made",
+        [("adamw", AdamW), ("adam", Adam), ("lion", Lion), ("adagrad", Adagrad), ("sgd", SGD), ("muon", Muon)],
+    )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_state_is_what_the_optimizers_keep(self, name: str, made, dtype: torch.dtype) -> None:
         """Keys and bytes of every format against the table that the optimizers allocate by."""
@@ -137,7 +141,7 @@ class TestBytes:
                     numel = 3 if slot.extent == "blocks" else 300
                     theirs[key] = theirs.get(key, 0) + numel * slot.dtype.itemsize
                 ours = Counter[str]()
-                for one in recipe.state_of(str(dtype).removeprefix("torch.")):
+                for one in recipe.state_of(str(dtype).removeprefix("torch."), matrix=name == "muon"):
                     ours[one.role] += one.nbytes_of(300)
                 assert ours == theirs and recipe.rule.state_formats == RULES[made._algorithm.name].state_formats
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments, pages
 from zerokern.core.errors import ZerokernError, got
-from zerokern.core.units import BINARY, NS_FORMS
+from zerokern.core.units import BINARY, BUCKET_BYTES, NS_FORMS
 from zerokern.pages import text_page, width_here
 from zerokern.planner.amounts import parse_numel
 from zerokern.planner.transformer import ATTENTIONS, PRESETS, from_config, preset
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=parse_tiers, metavar="TIER", help=kept)
     add("--micro", **count, default=1, help="slices of each batch (1)")
     add("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")
-    add("--bucket-bytes", **count, default=32 << 20, help="as in zk.shard")
+    add("--bucket-bytes", **count, default=BUCKET_BYTES, help="as in zk.shard")
     add("--accumulate", **count, default=1, help="micro-batches in a step (1)")
     add("--no-sync", action="store_true", help="all micro-batches but the last under zk.no_sync")
     add("--device", help="cuda or cpu: where collectives run")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got, whole_number
+from zerokern.core.units import scratch_numel
 from zerokern.kernels.casts import add_up
 from zerokern.kernels.squares import Squares
 
@@ -324,7 +325,7 @@ class Group:
     def scratch_numel(self, numel: int) -> tuple[int, int]:
         """Returns how much scratch memory a `reduce_scatter` of numel elements takes, in its first and its second
         round."""
-        return (self.size - 1) * (numel // self.size), 0
+        return scratch_numel(numel, self.size)
 
     def barrier(self) -> None:
         """Waits until all ranks have called this."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.comm.group import Group, Handle, own_span
+from zerokern.core.units import scratch_numel
 from zerokern.kernels.casts import add_up
 from zerokern.kernels.squares import Squares
 from zerokern.memory.staging import cuda_driver, stream_gate
@@ -68,7 +69,7 @@ class AllReplicas(GroupsInTurn):
 
     def scratch_numel(self, numel: int) -> tuple[int, int]:
         """Returns the scratch memory of an `all_reduce`, as `Group.scratch_numel`."""
-        return max((group.size - 1) * -(-numel // group.size) for group in self.groups), 0
+        return max(scratch_numel(numel, 1, group.size)[1] for group in self.groups), 0
 
 
 class HybridGroup(Group):
@@ -139,8 +140,7 @@ class HybridGroup(Group):
         self.replicas.fail(reason)
 
     def scratch_numel(self, numel: int) -> tuple[int, int]:
-        span = numel // self.size
-        return self.shard.scratch_numel(numel)[0], (self.replicas.size - 1) * -(-span // self.replicas.size)
+        return scratch_numel(numel, self.size, self.replicas.size)
 
     def _reduce_scatter(
         self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None

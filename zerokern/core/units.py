@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, get_args
 from zerokern.core.errors import got, nearest, one_of
 
 __all__ = [
-    "BINARY", "BLOCK", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "NS_FORMS", "PUBLISH",
-    "RING_NBYTES", "SMALL_GRADIENT", "STATE_FORMATS", "UPDATES", "MasterFormat", "NsForm", "Piece", "Publish", "Reduce",
-    "Schedule", "Stage", "StateFormat", "StateTensor", "Tier", "Update", "in_units", "itemsize", "master_of",
-    "meant_tier", "parse_nbytes", "refuse_bare", "state_tensors",
+    "BINARY", "BLOCK", "BUCKET_BYTES", "BUFFERS", "LEAST_BARE", "MASTERS", "MASTER_FORMATS", "MOST", "NS_FORMS",
+    "PUBLISH", "RING_NBYTES", "SMALL_GRADIENT", "STATE_FORMATS", "UPDATES", "MasterFormat", "NsForm", "Piece",
+    "Publish", "Reduce", "Schedule", "Stage", "StateFormat", "StateTensor", "Tier", "Update", "in_units", "itemsize",
+    "master_of", "meant_tier", "parse_nbytes", "refuse_bare", "scratch_numel", "state_tensors",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -42,6 +42,8 @@ MASTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 STATE_FORMATS = get_args(StateFormat)
 _STATE_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # of one element of a moment
 _REMAINDERS = {"split16": "int16", "split8": "int8"}  # by master format, what a remainder consists of
+BUCKET_BYTES = 32 << 20
+"""of parameters that are reduced and gathered together, unless told otherwise"""
 BUFFERS = 2
 """of gradients: one is filled by backward while the other is reduced"""
 SMALL_GRADIENT = 64 << 10
@@ -112,6 +114,17 @@ def master_of(dtype: str, master_format: str | None) -> str:
     if default == "own" or master_format is None:
         return default
     return str(one_of("master_format", master_format, allowed, where=f" for {dtype} parameters"))
+
+
+def scratch_numel(numel: int, ranks: int, replicas: int = 1) -> tuple[int, int]:
+    """Returns the elements that a reduction on CPUs receives besides its own: of the spans that `ranks` have, then of
+    what `replicas` of such a span have.
+
+    >>> scratch_numel(1024, 4), scratch_numel(1024, 4, replicas=3)
+    ((768, 0), (768, 172))
+    """
+    span = numel // ranks
+    return (ranks - 1) * span, (replicas - 1) * -(-span // replicas)
 
 
 class StateTensor(NamedTuple):

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern import optim
-from zerokern.api import BUCKET_BYTES
 from zerokern.core.errors import got
+from zerokern.core.units import BUCKET_BYTES
 from zerokern.integrations.deepspeed_keys import AUTO, DEFAULTS, KEYS
 from zerokern.io import Nvme
 from zerokern.io.tier import below

@@ -11,7 +11,7 @@ from zerokern.comm import Group
 from zerokern.core.errors import got
 from zerokern.core.units import BLOCK
 from zerokern.zero.kinds import Placed
-from zerokern.zero.partition import shards_parameters, work_of
+from zerokern.zero.partition import shards_parameters, sides_of, work_of
 from zerokern.zero.shard import Shard
 from zerokern.zero.units import check_split
 
@@ -188,8 +188,7 @@ def matrices_of(name: str, shape: Sequence[int], numel: int, split: int, *, in_b
     """
     if not numel:
         return [Matrix(0, 0, 0, 0)]
-    *_, rows, width = shape
-    height = rows * (shape[0] if len(shape) == 3 else 1) // split
+    height, width = sides_of(shape, split)
     each = height * width
     if in_blocks and split > 1 and each % BLOCK:
         do = f"{BLOCK} elements share a scale"

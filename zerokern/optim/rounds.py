@@ -26,10 +26,10 @@ from torch import Tensor
 from zerokern.comm import Group, during
 from zerokern.core.errors import CommError
 from zerokern.optim.matrices import Matrix, MatrixPart, is_cut, part_of
+from zerokern.zero.partition import deal_rounds, round_places
 
 __all__ = ["Round", "UnderWay", "in_pipeline", "in_rounds", "places_of", "rounds_of", "together"]
 
-_ALIGNED = 64  # bytes: each round begins at a line of a cache
 UnderWay = Generator[None, Callable[[], None], None]
 """A round that has been begun; it is sent what `in_pipeline` does in the middle of its iteration."""
 
@@ -103,9 +103,8 @@ class Round(NamedTuple):
 def rounds_of(rows: Sequence[tuple[int, Matrix, torch.dtype]]) -> list[Round]:
     """Divides rows into rounds, the same on all ranks.
 
-    Those with most work come first, as many at a time as there are ranks. So ranks wait for each other, over all
-    rounds, for no longer than the first one takes. Names decide between equals, and not the order of the rows, which is
-    that in which each rank lists its parameters.
+    Of matrices with equal work names decide which comes first, and not the order of the rows, which is that in which
+    each rank lists its parameters.
 
     >>> import torch
     >>> group = Group(0, 2, torch.device("cpu"), "two")
@@ -118,8 +117,7 @@ def rounds_of(rows: Sequence[tuple[int, Matrix, torch.dtype]]) -> list[Round]:
         kinds.setdefault((one.group, dtype), []).append((row, one))
     found = []
     for (group, dtype), mine in sorted(kinds.items(), key=lambda kind: (kind[0][0].name, str(kind[0][1]))):
-        mine.sort(key=lambda pair: pair[1].order)
-        for some in (mine[at : at + group.size] for at in range(0, len(mine), group.size)):
+        for some in deal_rounds(mine, group.size, order=lambda pair: pair[1].order):
             found.append(Round(group, dtype, [row for row, _ in some], [one for _, one in some]))
     return found
 
@@ -172,8 +170,7 @@ def places_of(rounds: Sequence[Round]) -> tuple[int, int]:
     """Returns where in memory every second round lies, behind the others, and where it ends (`in_pipeline`)."""
     nbytes = [one.numel * one.dtype.itemsize for one in rounds]
     even, odd = (max(some, default=0) for some in (nbytes[::2], nbytes[1::2]))
-    second = -(-even // _ALIGNED) * _ALIGNED if len(rounds) > 1 else even
-    return second, second + odd
+    return round_places(even, odd, len(rounds) > 1)
 
 
 def in_rounds(batches: Sequence[Any], matrices: Sequence[Sequence[Matrix]], dtypes: Sequence[torch.dtype]) -> list[Any]:

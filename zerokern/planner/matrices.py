@@ -8,7 +8,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from zerokern.zero.partition import Bucket, work_of
+from zerokern.zero.partition import Bucket, deal_rounds, round_places, sides_of, work_of
 
 __all__ = [
     "CutShape", "Exchange", "Iteration", "MatrixShape", "exchange_of", "iteration_flops", "loads",
@@ -16,7 +16,6 @@ __all__ = [
 ]  # fmt: skip
 
 _SUMMED_IN = 8  # bytes of a float64 sum of squares
-_ALIGNED = 64  # bytes that every second round begins at a multiple of
 
 
 class MatrixShape(NamedTuple):
@@ -37,8 +36,7 @@ class MatrixShape(NamedTuple):
         >>> MatrixShape.of((12, 4), 3), MatrixShape.of((8, 6, 4), 8)
         (MatrixShape(rows=4, columns=4, split=3), MatrixShape(rows=6, columns=4, split=8))
         """
-        *_, rows, columns = shape
-        return cls(rows * (shape[0] if len(shape) == 3 else 1) // split, columns, split)
+        return cls(*sides_of(shape, split), split)
 
     @property
     def numel(self) -> int:
@@ -168,13 +166,13 @@ def exchange_of(
     Exchange(work=0, sent=[64, 64], nbytes=384)
     """
     in_turns: dict[int, list[CutShape]] = {}
-    for one in sorted(matrices, key=lambda one: (-one.shape.work, one.name)):
+    for one in matrices:
         in_turns.setdefault(one.bucket if turns else 0, []).append(one)
     work, sent, largest = 0, [0] * world, 0
     for some in in_turns.values():
         room = [[0, 0] for _ in range(world)]  # of every second round, and of the others
-        for number, begin in enumerate(range(0, len(some), world)):
-            of_round = some[begin : begin + world]
+        rounds = deal_rounds(some, world, order=lambda one: (-one.shape.work, one.name))
+        for number, of_round in enumerate(rounds):
             work += max(weigh(one.shape) for one in of_round)
             numels = [one.shape.numel for one in of_round] + [0] * (world - len(of_round))
             for owner, one in enumerate(of_round):
@@ -186,7 +184,8 @@ def exchange_of(
             place = number % 2 if pairs else 0
             for mine, numel in zip(room, numels, strict=True):
                 mine[place] = max(mine[place], numel * itemsize)
-        largest = max(largest, *(-(-even // _ALIGNED) * _ALIGNED + odd if odd else even for even, odd in room))
+        several = pairs and len(rounds) > 1
+        largest = max(largest, *(round_places(even, odd, several)[1] for even, odd in room))
     return Exchange(work, sent, largest)
 
 

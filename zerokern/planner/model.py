@@ -12,7 +12,7 @@ from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK, SMALL_GRADIENT, itemsize
+from zerokern.core.units import BLOCK, itemsize
 from zerokern.planner.amounts import count, parse_numel
 from zerokern.planner.matrices import CutShape, MatrixShape, loads, open_in_backward
 from zerokern.planner.recipe import Recipe
@@ -275,10 +275,7 @@ class Buckets:
         """Returns the bytes of the buffers that gradients are reduced in at stage 2, with matrices that are whole."""
         buckets = [one for one in self.cut if one.trainable]
         sizes = [recipe.wire_itemsize(one.dtype) for one in buckets]
-        together = [
-            device != "cpu" or all(piece.numel * size <= SMALL_GRADIENT for piece in one.places)
-            for one, size in zip(buckets, sizes, strict=True)
-        ]
+        together = [one.arrives_at_once(size, device) for one, size in zip(buckets, sizes, strict=True)]
         nbytes = [one.padded_numel * size for one, size in zip(buckets, sizes, strict=True)]
         return open_in_backward(buckets, nbytes, together, hosts=device == "cpu")
 

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from zerokern.core.errors import BudgetError, got, whole_number
-from zerokern.core.units import AUTO, FILLED, RING_NBYTES
+from zerokern.core.units import AUTO, BUCKET_BYTES, FILLED, RING_NBYTES
 from zerokern.pages import html_page
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, gigabytes, in_seconds, parse_device_memory, parse_memory
@@ -25,7 +25,6 @@ from zerokern.zero.partition import check_stage, shards_parameters
 
 __all__ = ["Plan", "as_asked", "plan"]
 
-_BUCKET_BYTES = 32 << 20
 _RANKS_PER_HOST = 8  # of a usual node, unless it is said
 _MOST_RANKS = 4096
 _CHEAPEST, _FASTEST = "Cheapest exact configuration that fits", "Fastest exact configuration that fits"
@@ -192,7 +191,7 @@ def plan(
     schedule: str | Delayed = "sync",
     units: Any = None,
     whole: Any = None,
-    bucket_bytes: int = _BUCKET_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
     accumulate: int = 1,
     no_sync: bool = False,
     device: str | None = None,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from zerokern.core.units import scratch_numel
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.model import Buckets, BucketSize
 from zerokern.planner.recipe import Arrangement, Recipe
@@ -90,11 +91,9 @@ def scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
     >>> [scratch_nbytes(1024, stage, Arrangement(2, "cpu", 1, 1, False, replicate=2)) for stage in (0, 1)]
     [512, 768]
     """
-    span = largest // settings.world
-    first, second = (settings.world - 1) * span, (settings.replicate - 1) * -(-span // settings.replicate)
     if shards_state(stage):
-        return first + second
-    return max(first, (settings.replicate - 1) * -(-largest // settings.replicate))
+        return sum(scratch_numel(largest, settings.world, settings.replicate))
+    return max(scratch_numel(largest, 1, size)[1] for size in (settings.world, settings.replicate))
 
 
 def between_ranks(buckets: Buckets, recipe: Recipe, stage: int, settings: Arrangement) -> StepProgram:

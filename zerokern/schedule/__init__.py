@@ -10,7 +10,7 @@ from .policies import (
     refuse_delayed,
     refuse_on_device,
     resident,
-)
+)  # fmt: skip
 from .program import LANES, Op, Ref, Span, StepProgram
 from .simulator import Timeline, flow_bound, simulate
 

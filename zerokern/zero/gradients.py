@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from zerokern.comm import Group, Handle
-from zerokern.core.units import SMALL_GRADIENT
 from zerokern.memory.interrupts import whole
 from zerokern.zero import checks
 from zerokern.zero.hooks import NO_PASS, Arrivals
@@ -52,8 +51,7 @@ class Inbox:
         self.lands_in_params = lands_in_params
         # On a device one launch flattens all. On a CPU one call does where all are small; else each goes at once: its
         # memory and the cache serve the next, and small ones that waited between large ones would fragment the heap.
-        on_device = memory.device.type != "cpu"
-        together = on_device or all(one.place.numel * dtype.itemsize <= SMALL_GRADIENT for one in entries)
+        together = memory.bucket.arrives_at_once(dtype.itemsize, memory.device.type)
         self.waits = [together and one.placed is None for one in entries]
         places, waiting = [one.place for one in entries], [place for place, waits in enumerate(self.waits) if waits]
         self._waiting = set(waiting)

@@ -16,13 +16,13 @@ import heapq
 import math
 import operator
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK, Piece
+from zerokern.core.units import BLOCK, SMALL_GRADIENT, Piece
 
 __all__ = [
     "STAGES",
@@ -30,12 +30,19 @@ __all__ = [
     "Member",
     "Piece",
     "check_stage",
+    "deal_rounds",
     "partition",
+    "round_places",
     "shards_gradients",
     "shards_parameters",
     "shards_state",
+    "sides_of",
     "work_of",
 ]
+
+
+_ALIGNED = 64  # bytes: each round of matrices begins at a line of a cache
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,11 @@ class Bucket:
     def padding(self) -> int:
         """Elements of the bucket that belong to no parameter."""
         return self.padded_numel - sum(place.numel for place in self.places)
+
+    def arrives_at_once(self, itemsize: int, device: str) -> bool:
+        """Whether its gradients are copied into its buffer together, once all have arrived: on a device one launch
+        copies them, and on a CPU one call copies small ones."""
+        return device != "cpu" or all(place.numel * itemsize <= SMALL_GRADIENT for place in self.places)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What of each parameter rank owns, at offsets within its shard; parameters it owns nothing of are left out.
@@ -312,6 +324,37 @@ def _deal(members: Sequence[Member], group: _MatrixGroup, loads: list[int]) -> t
     return shard_numel, tuple(sorted(places, key=operator.attrgetter("offset")))
 
 
+def sides_of(shape: Sequence[int], split: int = 1) -> tuple[int, int]:
+    """Returns the rows and columns of the matrices, `split` of them, that a parameter of this shape consists of.
+
+    >>> sides_of([12, 4], 3), sides_of([8, 6, 4], 8)
+    ((4, 4), (6, 4))
+    """
+    return math.prod(shape[:-1]) // split, shape[-1]
+
+
+def deal_rounds(matrices: Iterable[_T], ranks: int, order: Callable[[_T], Any]) -> list[list[_T]]:
+    """Returns rounds of as many matrices as there are ranks. Those with most work come first (`order`), so that ranks
+    wait for each other, over all rounds, for no longer than the first one takes.
+
+    >>> deal_rounds([4, 9, 7], 2, order=operator.neg)
+    [[9, 7], [4]]
+    """
+    ranked = sorted(matrices, key=order)
+    return [ranked[at : at + ranks] for at in range(0, len(ranked), ranks)]
+
+
+def round_places(even: int, odd: int, several: bool) -> tuple[int, int]:
+    """Returns where in memory every second round lies, behind the others, and where it ends. `even`, `odd`: bytes of
+    the largest of each kind.
+
+    >>> round_places(100, 60, several=True), round_places(100, 0, several=False)
+    ((128, 188), (100, 100))
+    """
+    second = -(-even // _ALIGNED) * _ALIGNED if several else even
+    return second, second + odd
+
+
 def work_of(shape: Sequence[int], split: int = 1) -> int:
     """Returns how much work it is to orthogonalize a matrix, in proportion: its iteration multiplies the smaller side.
 
@@ -320,8 +363,7 @@ def work_of(shape: Sequence[int], split: int = 1) -> int:
     >>> work_of([2, 4]) == work_of([4, 2]), work_of([4, 4]) / work_of([2, 2]), work_of([8, 4], 2) == 2 * work_of([4, 4])
     (True, 8.0, True)
     """
-    width = shape[-1]
-    small, large = sorted((math.prod(shape[:-1]) // split, width))
+    small, large = sorted(sides_of(shape, split))
     return split * small * small * (2 * large + small)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got, whole_number
+from zerokern.core.units import BUCKET_BYTES
 from zerokern.kernels.flat import warm
 from zerokern.memory.addresses import TensorBodies
 from zerokern.memory.heap import keep_freed, mmap_large_blocks
@@ -70,7 +71,7 @@ class Sharding:
         group: Group,
         mp_policy: MixedPrecisionPolicy | None = None,
         units: Units = None,
-        bucket_bytes: int = 32 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         tier: Any = "device",
         wrapper: UnitWrapper | None = None,
         materialize: Callable[[UnitSpec], None] | None = None,
