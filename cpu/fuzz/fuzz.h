@@ -235,6 +235,7 @@ Counts fuzz_copies(Random &random, uint64_t executions);
 Counts fuzz_gradients(Random &random, uint64_t executions);
 Counts fuzz_control(Random &random, uint64_t executions);
 Counts fuzz_crc32c(Random &random, uint64_t executions);
+Counts fuzz_changed(Random &random, uint64_t executions);
 Counts fuzz_weighted_sum(Random &random, uint64_t executions);
 Counts fuzz_io(Random &random, uint64_t executions);
 

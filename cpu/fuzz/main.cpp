@@ -22,6 +22,7 @@ int main(int argc, char **argv) {
                    {"zk_spans", fuzz::fuzz_copies, 1},
                    {"control", fuzz::fuzz_control, 1},
                    {"zk_crc32c", fuzz::fuzz_crc32c, 1},
+                   {"zk_changed", fuzz::fuzz_changed, 1},
                    {"zk_weighted_sum", fuzz::fuzz_weighted_sum, 1},
                    {"zk_io", fuzz::fuzz_io, 50}};
     std::printf("instruction sets:");

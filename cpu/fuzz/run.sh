@@ -34,7 +34,7 @@ harness() {
 mkdir -p "$build"
 library fuzz "$memory"
 library race "$threads"
-harness fuzz fuzz "$memory" main.cpp update.cpp spans.cpp gradients.cpp copies.cpp control.cpp checksums.cpp io.cpp io_refusals.cpp
+harness fuzz fuzz "$memory" main.cpp update.cpp spans.cpp gradients.cpp copies.cpp control.cpp checksums.cpp changed.cpp io.cpp io_refusals.cpp
 harness race race "$threads" race.cpp
 harness race io_race "$threads" io_race.cpp
 

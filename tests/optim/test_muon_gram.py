@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from torch import nn
 
 import zerokern as zk
 from zerokern.examples.played_device import EMULATED_DRIVERS, PlayedDevice
+from zerokern.kernels.gram import goes_by_gram
+from zerokern.optim.matrices import BATCH_NUMEL
 
+ALIGNMENT = 64  # of memory that torch allocates for a CPU
 EACH = ((4.0, -6.0, 3.0), (3.0, -4.0, 2.0), (2.0, -1.5, 0.5))
 
 
@@ -29,6 +33,19 @@ def test_it_differs_from_the_standard_form_by_rounding(settings: dict[str, objec
     standard, mine = (stepped(2, ns_form=form, **settings)[0].weight for form in ("standard", "gram"))
     assert not torch.equal(standard, mine)
     torch.testing.assert_close(standard, mine, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_updated_together_begins_where_a_matrix_alone_would() -> None:
+    """They are multiplied one by one, where they lie in their batch, and bits may follow from how addresses are round:
+    so each size of which a batch has room for two is a multiple of what memory is aligned to."""
+    sizes = [
+        (small, large)
+        for small in range(1, math.isqrt(BATCH_NUMEL // 2) + 1)
+        for large in range(small, BATCH_NUMEL // (2 * small) + 1)
+        if goes_by_gram(small, large, torch.float32)
+    ]
+    assert (256, 1024) in sizes
+    assert [one for one in sizes if math.prod(one) * torch.float32.itemsize % ALIGNMENT] == []
 
 
 def test_a_list_of_equal_coefficients_has_the_bits_of_one() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import weight_norm
 from worlds import (
+    SHARDED,
     STAGES,
     World,
     alone,
@@ -346,3 +347,18 @@ def test_a_gradient_to_what_a_hook_made_before_sharding() -> None:
     zk.shard(model, stage=3)
     weight = model.blocks[0].up.weight
     says(refusal(weight.sum().backward), ["'weight'", "before zk.shard", "forward first"])
+
+
+@each("stage", SHARDED)
+def test_a_parameter_whose_shard_was_taken_from_it(stage: int) -> None:
+    """An optimizer that is new to it would update what is not here."""
+    net = zk.shard(built(Net), stage=stage)
+    name, param = next(iter(net.named_parameters()))
+    del param._zk_shard
+    optimizer = make_adamw(net.parameters())
+
+    def step() -> None:
+        mse(net, 0, World(0, 1)).backward()
+        optimizer.step()
+
+    says(refusal(step, REFUSED), [name, "has no shard any more", "_zk_shard was removed"])

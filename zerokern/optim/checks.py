@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import got, nearest
+from zerokern.core.errors import StateError, got, nearest
 from zerokern.optim import device
 from zerokern.zero.params import sharded_parameter_of
+from zerokern.zero.sharded import Sharded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES_TEXT = "torch.float32, torch.bfloat16 or torch.float16"
@@ -273,6 +274,7 @@ def parameter(name: str, param: Tensor, other: str, device_of_other: torch.devic
     """Raises if kernels cannot update the parameter in place. `other`: the name of another parameter."""
     plain_dispatch = torch.Tensor.__torch_dispatch__
     if type(param).__torch_dispatch__ is not plain_dispatch:
+        _refuse_unknown_shard(name, param)
         do = "pass the plain tensor it wraps"
         raise TypeError(got(name, type(param).__name__, "torch.Tensor or torch.nn.Parameter", do))
     if torch.nn.parameter.is_lazy(param):
@@ -308,6 +310,7 @@ def gradient(name: str, param: Tensor, grad: Tensor, *, away: bool = False) -> N
     `away`: its memory was given back, for its values are in host memory.
     """
     name = f"{name}.grad"
+    _refuse_unknown_shard(name, grad)
     if grad.layout is not torch.strided:
         raise TypeError(got(f"{name}.layout", grad.layout, "torch.strided", "sparse gradients: use grad.to_dense()"))
     if grad.dtype not in DTYPES:
@@ -321,6 +324,15 @@ def gradient(name: str, param: Tensor, grad: Tensor, *, away: bool = False) -> N
         raise ValueError(got(f"{name}.stride()", tuple(grad.stride()), "a contiguous gradient", do))
     if not away:
         memory(name, grad)
+
+
+def _refuse_unknown_shard(name: str, tensor: Tensor) -> None:
+    """Raises for what is shown of a sharded parameter: who knows its shard is given what is here of it instead."""
+    if isinstance(tensor, Sharded):
+        raise StateError(
+            f"{name} is {tensor!r}, and the parameter has no shard any more: its attribute _zk_shard was removed, or "
+            "the model that zk.shard made is gone. Keep the model, and the attributes of its parameters"
+        )
 
 
 def memory(name: str, tensor: Tensor) -> None:

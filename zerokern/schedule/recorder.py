@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,20 +14,23 @@ __all__ = ["Event", "Recorder", "SpanRecorder", "UpdateRecorder"]
 LIMIT = 1 << 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Event:
     """One op that was launched. `end_ns` is -1 until its end is known.
 
-    >>> Event(3, "cpu", "Step", "head", 1000, 5000, 4096).end_ns
-    5000
+    >>> event = Event(3, "cpu", "Step", "head", 1000, -1, 4096); seen = {event}
+    >>> event.end_ns = 5000; event in seen, event == Event(3, "cpu", "Step", "head", 1000, 5000, 4096)
+    (True, True)
     """
+
+    # the hash is of what stays: a recorder writes the times when it knows them
 
     step: int
     lane: str
     verb: str
     what: str
-    begin_ns: int
-    end_ns: int
+    begin_ns: int = field(hash=False)
+    end_ns: int = field(hash=False)
     nbytes: int
     turn: int = 0
 
