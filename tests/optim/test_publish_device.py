@@ -198,7 +198,7 @@ def test_torchs_default_device_does_not_reach_what_is_sent(device: Counting) -> 
     assert device.up["launches"]
 
 
-@each("what", ["_enlarge", "_unpack"])
+@each("what", ["_filled", "_unpack"])
 @each("error", [torch.OutOfMemoryError, zk.BudgetError, ImportError])
 def test_where_changes_cannot_be_sent_all_is(
     what: str, error: type[Exception], device: Counting, monkeypatch: pytest.MonkeyPatch
@@ -207,11 +207,11 @@ def test_where_changes_cannot_be_sent_all_is(
     expected, made = stepped("all", device=device), getattr(changed_copies.ChangedCopies, what)
     calls = []
 
-    def fail(*given: Any) -> None:
+    def fail(*given: Any) -> Any:
         calls.append(given)
         if len(calls) == 1:
             raise error("not this time")
-        made(*given)
+        return made(*given)
 
     monkeypatch.setattr(changed_copies.ChangedCopies, what, fail)
     monkeypatch.setattr("zerokern.kernels.changed._PAUSE", 2)

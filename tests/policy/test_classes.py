@@ -15,7 +15,7 @@ SHARED = {  # the list may only become shorter
     "Slot": "a cell of a ring, which is public, and a tensor of a parameter's state",
 }
 PAGE = "docs/classes.md"
-SECTIONS = ("optim", "zero", "memory")  # folders whose classes the page lists
+SECTIONS = ("optim", "zero", "memory", "planner", "checkpoint", "schedule")  # folders whose classes the page lists
 ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| `(\w+)` \| [^|]+ \|$", re.MULTILINE)
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from zerokern.core.errors import BudgetError, say_once
 from zerokern.kernels.changed import MOST, PARTS, Packed, Pause, pack_changed, unpack_changed
 from zerokern.kernels.triton.backend import launching
+from zerokern.memory.blocks import HostBlock
 from zerokern.memory.copies import Copies, Copy
 from zerokern.memory.tier import HostTier, Wanted
 
 __all__ = ["Changed", "ChangedCopies"]
 
-_SLOTS = 2  # one is filled while the other is on its way
+_BLOCKS = 2  # one is filled while the other is on its way
 _ALL_EACH = 64  # copies of the same values: what nobody counts as written on the device lasts no longer
 _ALIGNMENT = 16
 _FAILED = (
@@ -34,20 +35,12 @@ class Changed(NamedTuple):
     target: Tensor
 
 
-class _Slot:
-    """Pinned memory and as much on the device, which packed bytes pass through. `last`: the ticket behind their use."""
-
-    def __init__(self) -> None:
-        self.here = self.there = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.last: Copy | None = None
-
-
 class ChangedCopies:
     """Packs what has changed of many values into one copy, and launches what writes it to where it belongs."""
 
     def __init__(self, link: Copies, room: HostTier) -> None:
         self._link, self._room = link, room
-        self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._blocks = [HostBlock(_none()) for _ in range(_BLOCKS)]
         self._pauses: dict[object, Pause] = {}
         self._counts: dict[object, int] = {}
 
@@ -80,29 +73,31 @@ class ChangedCopies:
         with self._link.driver.aside("up"):
             if not len(rows):
                 return self._link.here()  # behind what is on its way already
-        slot = self._slots[0]
-        self._slots.append(self._slots.pop(0))
-        if slot.last is not None:
-            slot.last.wait()
-        if slot.there.nbytes < sum(sizes):
-            self._enlarge(slot, sum(sizes) * 5 // 4, changed[0].target.device)
-        for some, out in zip(sections, slot.here.split([*sizes, slot.here.nbytes - sum(sizes)]), strict=False):
-            torch.cat([one.view(torch.uint8) for one in some], out=out[: sum(one.nbytes for one in some)])
-        there = slot.there[: sum(sizes)]
-        slot.last = self._link.to_device([slot.here[: there.nbytes]], [there], ready=ready)
+        block = self._filled(sections, sizes)
+        with self._link.driver.aside("up"):  # nothing else uses this memory: it is that stream's from the beginning
+            there = torch.empty(sum(sizes), dtype=torch.uint8, device=changed[0].target.device)
+        block.last = self._link.to_device([block.memory[: there.nbytes]], [there], ready=ready)
         with self._link.driver.aside("up"):
             self._unpack(packs, rows.shape, there.split(sizes))
-            slot.last = self._link.here([one.target for one in changed])
-        return slot.last
+            block.last = self._link.here([there, *(one.target for one in changed)])
+        return block.last
 
-    def _enlarge(self, slot: _Slot, nbytes: int, place: torch.device) -> None:
-        slot.here = slot.there = slot.there[:0]  # before others are made
-        (slot.here,) = self._room.lay_out([Wanted("changes", torch.Size([nbytes]), torch.uint8)])
-        with self._link.driver.aside("up"):  # where it is used: memory of another stream may be in use there yet
-            slot.there = torch.empty(nbytes, dtype=torch.uint8, device=place)
+    def _filled(self, sections: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> HostBlock:
+        """Returns a pinned block with these tensors side by side, each section at its multiple of 16 bytes."""
+        block = self._blocks.pop(0)
+        self._blocks.append(block)
+        if block.last is not None:
+            block.last.wait()
+        nbytes = sum(sizes)
+        if block.memory.nbytes < nbytes:
+            block.memory = _none()  # before other memory is taken
+            (block.memory,) = self._room.lay_out([Wanted("changes", torch.Size([nbytes * 5 // 4]), torch.uint8)])
+        for some, out in zip(sections, block.memory[:nbytes].split(sizes), strict=True):
+            torch.cat([one.view(torch.uint8) for one in some], out=out[: sum(one.nbytes for one in some)])
+        return block
 
     def _unpack(self, packs: Sequence[tuple[Packed, Tensor]], shape: torch.Size, parts: Sequence[Tensor]) -> None:
-        """Launches on the current stream what writes the packed bytes of a slot to where they belong."""
+        """Launches on the current stream what writes packed bytes to where they belong."""
         rows, counts, places, values = parts
         dtype, numel = packs[0][0].values.dtype, sum(one.values.numel() for one, _ in packs)
         values = values[: numel * dtype.itemsize].view(dtype)
@@ -118,7 +113,11 @@ class ChangedCopies:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that packed bytes pass through."""
-        return sum(slot.here.nbytes for slot in self._slots)
+        return sum(block.memory.nbytes for block in self._blocks)
+
+
+def _none() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _unpack_here(packs: Sequence[tuple[Packed, Tensor]], *parts: Tensor) -> None:
