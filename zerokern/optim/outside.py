@@ -250,7 +250,8 @@ def refuse_other_values(loaded: Watch, state: Mapping[Tensor, dict[str, Any]], n
         entry = state[param]
         owner = on_disk_of(entry)
         if owner is not None and owner.kept:
-            entry = owner.disk.read([owner])[0]
+            disk: Any = owner.disk
+            entry = disk.read([owner])[0]
         if "remainder" not in entry:
             continue
         with present(param):
