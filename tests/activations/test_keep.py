@@ -34,7 +34,7 @@ from zerokern.activations import keeping
 from zerokern.activations.keeping import Keeper
 from zerokern.activations.recompute import recompute_with
 from zerokern.memory import HostTier
-from zerokern.zero import hooks
+from zerokern.zero import saved_hooks
 
 NBYTES = ROWS * WIDTH * 4
 
@@ -195,9 +195,9 @@ def test_calls_after_one_that_was_broken_off_are_kept_as_before(where: str, tmp_
             push(*given)
         raise KeyboardInterrupt
 
-    push, expected = hooks.push_saved_hooks, step(model, plain, x)
+    push, expected = saved_hooks.push_saved_hooks, step(model, plain, x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, where, interrupted)
+        patch.setattr(saved_hooks, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(model, by(keeper), x)
     before = keeper.moved_nbytes

@@ -40,7 +40,7 @@ from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
 from zerokern.api import sharding_of
-from zerokern.zero import hooks
+from zerokern.zero import saved_hooks
 from zerokern.zero.kinds import local_of
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.shard import shard_of
@@ -511,7 +511,7 @@ def test_a_move_of_gradients_that_is_interrupted_at_any_line(stage: int) -> None
 
 def test_the_forward_after_one_that_was_broken_off_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C once hooks on saved tensors are in force, and before anybody knows that it is to end them."""
-    push, began = hooks.push_saved_hooks, set()
+    push, began = saved_hooks.push_saved_hooks, set()
 
     def interrupted(*given: Any) -> None:
         push(*given)
@@ -523,9 +523,9 @@ def test_the_forward_after_one_that_was_broken_off_leaves_no_hooks(monkeypatch: 
         model = world.shard(built(small), stage=3)
         with pytest.raises(KeyboardInterrupt):
             mse(model, 0, world)
-        assert hooks.top_saved_hooks() is not None
+        assert saved_hooks.top_saved_hooks() is not None
         mse(model, 0, world).backward()
-        assert hooks.top_saved_hooks() is None
+        assert saved_hooks.top_saved_hooks() is None
         broken = list(model.modules())[-1].register_forward_pre_hook(breaks)
         with pytest.raises(KeyboardInterrupt):
             mse(model, 0, world)
@@ -537,7 +537,7 @@ def test_the_forward_after_one_that_was_broken_off_leaves_no_hooks(monkeypatch: 
     def breaks(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hooks, "push_saved_hooks", interrupted)
+    monkeypatch.setattr(saved_hooks, "push_saved_hooks", interrupted)
     on_threads(2, passes)
 
 

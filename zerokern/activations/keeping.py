@@ -28,7 +28,7 @@ from zerokern.memory.blocks import BlockPool, BlockTier
 from zerokern.memory.order import Cascade, TierOrder
 from zerokern.memory.staging import Ticket, driver_of
 from zerokern.memory.tier import AnyTier
-from zerokern.zero import hooks
+from zerokern.zero import saved_hooks
 from zerokern.zero.tiers import own_name
 
 __all__ = ["ROLE", "Keeper", "Kept", "Turn", "View"]
@@ -319,13 +319,13 @@ class View:
         return fresh.set_(span.untyped_storage(), first // self.dtype.itemsize, self.shape, self.strides)
 
 
-class Turn(hooks.AroundCheckpoint):
+class Turn(saved_hooks.AroundCheckpoint):
     """What one call keeps. Hooks for what autograd saves of it: `others` are asked about what does not move."""
 
     def __init__(self, keeper: Keeper) -> None:
         self.kept: list[Kept] = []
         self._keeper = keeper
-        self._others: tuple[Pack, Unpack] | None = hooks.top_saved_hooks()
+        self._others: tuple[Pack, Unpack] | None = saved_hooks.top_saved_hooks()
 
     def pack(self, saved: Tensor) -> Any:
         with self._keeper.lock:

@@ -25,7 +25,7 @@ from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got, whole_number
 from zerokern.memory.order import TierOrder
 from zerokern.memory.tier import AnyTier
-from zerokern.zero import hooks
+from zerokern.zero import hooks, saved_hooks
 from zerokern.zero.containers import fill_slots, take_tensors
 from zerokern.zero.kinds import is_placed
 from zerokern.zero.saved_tensors import SavedTensors
@@ -195,11 +195,11 @@ def recompute_with(
         call = _Call(fn, arguments, (args, kwargs) if micro == 1 else None, ModuleState(module))
         try:
             if turn is not None:
-                hooks.push_saved_hooks(turn.pack, turn.unpack)
+                saved_hooks.push_saved_hooks(turn.pack, turn.unpack)
             result = checkpoint(call, *tensors, use_reentrant=False, **settings)
         finally:
             if turn is not None:
-                hooks.remove_saved_hooks(turn.unpack)
+                saved_hooks.remove_saved_hooks(turn.unpack)
             call.end_forward()
         call.raise_error()
         return result
@@ -282,9 +282,9 @@ class _Call:
 
 def _turn_of(keeper: Keeper | None) -> Turn | None:
     """Returns the keeper's hooks for one call; None if autograd takes no hooks now, or those of others decide."""
-    if keeper is None or not torch.is_grad_enabled() or not hooks.allows_saved_hooks():
+    if keeper is None or not torch.is_grad_enabled() or not saved_hooks.allows_saved_hooks():
         return None
-    top = hooks.top_saved_hooks()
+    top = saved_hooks.top_saved_hooks()
     decides = top is None or isinstance(getattr(top[0], "__self__", None), SavedTensors)
     return keeper.begin() if decides else None
 

@@ -27,13 +27,11 @@ from zerokern.core.errors import StateError
 
 __all__ = [
     "NO_PASS",
-    "AroundCheckpoint",
     "Arrivals",
     "UserHooks",
     "accumulates_here",
     "accumulator",
     "after_loading",
-    "allows_saved_hooks",
     "around_forward",
     "at_end_of_backward",
     "before_accumulation",
@@ -55,12 +53,9 @@ __all__ = [
     "on_optimizer_steps",
     "on_registration",
     "outside_of_transforms",
-    "push_saved_hooks",
     "received",
     "refuse_gradients",
-    "remove_saved_hooks",
     "share_hooks",
-    "top_saved_hooks",
     "untraced",
     "weakly",
     "when_backward_begins",
@@ -428,49 +423,6 @@ def at_end_of_backward(call: Callable[[], None], broken: Callable[[], None] | No
 
 #: context manager: what is done within is none of what torch.func differentiates or maps over
 outside_of_transforms: Callable[[], AbstractContextManager] = torch._C._DisableFuncTorch
-
-
-def allows_saved_hooks() -> bool:
-    """Whether hooks may be told now of what autograd saves: functional transforms do not allow it."""
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
-
-
-class AroundCheckpoint:
-    """Whose hooks are in force around torch's checkpoint alone, which covers them with its own for all that it calls.
-
-    Whoever finds them on top finds what a call has left that Ctrl-C broke off.
-    """
-
-
-def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The hooks that are told at present of what autograd saves, in this thread."""
-    while (top := _top(True)) is not None and isinstance(getattr(top[0], "__self__", None), AroundCheckpoint):
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    return top
-
-
-#: of `True`: the hooks that are in force, also where hooks are refused
-_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-def push_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Autograd keeps `pack(tensor)` for what it saves, until `remove_saved_hooks`, and reads `unpack(packed)`."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def remove_saved_hooks(unpack: Callable[[Any], Tensor]) -> None:
-    """Ends the last `push_saved_hooks` with this `unpack` in this thread; later ones of others stay in force.
-
-    Module hooks of a program may push theirs before a forward and pop them after it, and after ours.
-    """
-    others, pop = [], torch._C._autograd._pop_saved_tensors_default_hooks
-    while (top := _top(True)) is not None:
-        pop()
-        if top[1] == unpack:
-            break
-        others.append(top)
-    for pack, of_others in reversed(others):
-        push_saved_hooks(pack, of_others)
 
 
 def wrap_forward(module: nn.Module, before: Before = _nothing, after: After = _nothing) -> None:

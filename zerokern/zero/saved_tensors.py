@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zerokern.zero import hooks
+from zerokern.zero import hooks, saved_hooks
 from zerokern.zero.hooks import graph_task
 from zerokern.zero.kinds import is_placed, local_of, shown_as
 from zerokern.zero.params import BucketMemory, Gathered
@@ -108,28 +108,28 @@ class SavedTensors:
 
         What those keep of a parameter keeps its memory.
         """
-        if not hooks.allows_saved_hooks():
+        if not saved_hooks.allows_saved_hooks():
             return False
-        top = hooks.top_saved_hooks()
+        top = saved_hooks.top_saved_hooks()
         if top is None:
-            hooks.push_saved_hooks(self.pack, unpack)
+            saved_hooks.push_saved_hooks(self.pack, unpack)
             return True
         other = getattr(top[0], "__self__", None)
         if other is self or not isinstance(other, SavedTensors) or self._notes.keys() <= other._notes.keys():
             return False
         if self._beside is None or self._beside[0] is not other:
             self._beside = other, SavedTensors({**other._notes, **self._notes})
-        hooks.push_saved_hooks(self._beside[1].pack, unpack)
+        saved_hooks.push_saved_hooks(self._beside[1].pack, unpack)
         return True
 
     @staticmethod
     def end() -> None:
-        hooks.remove_saved_hooks(unpack)
+        saved_hooks.remove_saved_hooks(unpack)
 
     def end_what_is_left(self) -> None:
         """Ends what calls have begun that Ctrl-C broke off, when none is running."""
         ours = (self,) if self._beside is None else (self, self._beside[1])
-        while (top := hooks.top_saved_hooks()) is not None and getattr(top[0], "__self__", None) in ours:
+        while (top := saved_hooks.top_saved_hooks()) is not None and getattr(top[0], "__self__", None) in ours:
             self.end()
 
     @hooks.untraced
