@@ -142,7 +142,7 @@ def test_state_that_begins_anew_in_memory_that_was_used_is_zero() -> None:
 
 
 def test_a_unit_that_computes_next_is_not_released() -> None:
-    assert moves_before(5, [6], [0, 5, 6, 7], [6, 7], [1] * 8, Prefetch()) == [
+    assert moves_before(5, [6], [0, 5, 6, 7], [6, 7], lambda unit: 1, Prefetch()) == [
         ("Release", 7),
         ("Gather", 5),
         ("Gather", 6),

@@ -32,24 +32,25 @@ def moves_before(
     coming: Sequence[int],
     whole: Collection[int],
     done: Collection[int],
-    nbytes: Sequence[int],
+    nbytes: Callable[[int], int],
     ahead: Prefetch,
 ) -> list[Move]:
-    """Returns what is done before a unit computes. `done`: unsharded units that have nothing left to do.
+    """Returns what is done before a unit computes. `done`: unsharded units that have nothing left to do. `nbytes`: of
+    a unit's full parameters, asked where `ahead` bounds them.
 
     Gathering an unsharded unit does nothing.
 
-    >>> moves_before(5, [4, 3], [0, 5, 6], [6], [1] * 7, Prefetch())
+    >>> moves_before(5, [4, 3], [0, 5, 6], [6], lambda unit: 1, Prefetch())
     [('Release', 6), ('Gather', 5), ('Gather', 4)]
-    >>> moves_before(5, [4, 3], [0, 5, 6], [6], [1] * 7, Prefetch(depth=2, nbytes=3))
+    >>> moves_before(5, [4, 3], [0, 5, 6], [6], lambda unit: 1, Prefetch(depth=2, nbytes=3))
     [('Release', 6), ('Gather', 5), ('Gather', 4)]
     """
     following = list(coming[: ahead.depth])
     if ahead.nbytes < math.inf:
         there = {unit, *whole}.difference(done)
-        room = ahead.nbytes - sum(nbytes[number] for number in there)
+        room = ahead.nbytes - sum(map(nbytes, there))
         for place, number in enumerate(following):
-            room -= 0 if number in there else nbytes[number]
+            room -= 0 if number in there else nbytes(number)
             if room < 0:
                 del following[place:]
                 break
@@ -75,7 +76,7 @@ def step_of(order: Sequence[int], nbytes: Sequence[int], ahead: Prefetch | None 
         for place, unit in enumerate(units):
             coming = units[place + 1 :]
             done = sorted(whole - {ROOT, unit}) if verb == "Backward" and unit != ROOT else []
-            for move in moves_before(unit, coming, whole, done, nbytes, ahead or Prefetch()):
+            for move in moves_before(unit, coming, whole, done, nbytes.__getitem__, ahead or Prefetch()):
                 if move[0] == "Release" or move[1] not in whole:
                     yield move
                 whole ^= {move[1]} if move[0] == "Release" else {move[1]} - whole

@@ -56,11 +56,9 @@ class UnitRunner:
         self._enclosing = {unit.number for unit in units if unit is self.root or len(unit.modules & modules) > 1}
         self._outside: set[int] = set()
         self._collected: set[int] = set()  # in this pass
-        self._nbytes = [unit.nbytes for unit in units]
         sharded = [(unit, memory) for unit in units for memory in unit.sharded]
         self._moves = bool(sharded)  # on one rank parameters stay where they are
         self._captures = self._moves and group.device.type == "cuda"  # whether a pass may go into a CUDA graph
-        self._copied = [unit for unit in units if any(memory.host is not None for memory in unit.sharded)]
         self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
         self._of_param = {id(entry.param): (unit, entry) for unit in units for entry in unit.entries}
         here = weakref.ref(self)
@@ -87,6 +85,9 @@ class UnitRunner:
             for entry in unit.entries:
                 assert isinstance(entry.param, Sharded)
                 entry.param.use, entry.param.in_forward, entry.param.settle = call, in_forward, settle
+
+    def _nbytes_of(self, number: int) -> int:
+        return self.units[number].nbytes
 
     def _active_units(self) -> list[Unit]:
         """Those that `reshard` does something for, in one order on all ranks."""
@@ -122,7 +123,7 @@ class UnitRunner:
         for unit in self._active_units():
             unit.outside, unit.computing = False, 0
             unit.reshard()
-        for unit in self._copied:
+        for unit in self.units:
             unit.wait_for_copies()
 
     def keep_unsharded(self, keeps: bool) -> None:
@@ -209,7 +210,7 @@ class UnitRunner:
                 self._collect(over)
             done = self._done(unit) if goes_back else []
             coming = order.coming(self.ahead.depth)
-            for verb, number in moves_before(unit.number, coming, self._active, done, self._nbytes, self.ahead):
+            for verb, number in moves_before(unit.number, coming, self._active, done, self._nbytes_of, self.ahead):
                 if verb == "Release":
                     if not self.keeps:
                         self.units[number].reshard()
