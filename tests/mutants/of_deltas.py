@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "later_chunks_weigh_as_the_first",
         "zerokern/kernels/changed.py",
-        "(first + place * _CHUNK) * one + weighted",
+        "(first + place * chunk) * one + weighted",
         "first * one + weighted",
         "Elements that were exchanged between chunks of 64 Ki leave the checksum as it was.",
         ("tests/kernels/test_changed.py",),
@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "slots_are_filled_while_they_are_read",
         "zerokern/memory/changed_copies.py",
-        "            slot.last.wait()\n",
-        "            slot.last.done()\n",
+        "            block.last.wait()\n",
+        "            block.last.done()\n",
         "Packed bytes are overwritten that are still on their way to the device.",
         ("tests/optim/test_publish_device.py::test_a_slow_link",),
     ),

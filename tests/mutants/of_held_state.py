@@ -246,8 +246,8 @@ MUTANTS = (
     Mutant(
         "state_on_a_device_hides_behind_nothing",
         "zerokern/optim/holdings.py",
-        'if there and self.rests_on_device and self.schedule != "sync":',
-        "if False:",
+        "            refuse_on_device(self.schedule)\n",
+        "            pass\n",
         "schedule='overlap' of tier='device' is taken on a GPU, and hides nothing.",
         ("tests/optim/test_update_device.py::test_what_is_not_done_is_refused",),
     ),

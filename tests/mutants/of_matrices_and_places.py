@@ -371,8 +371,8 @@ MUTANTS = (
     Mutant(
         "slots_of_rounds_have_state_that_is_on_the_device",
         "zerokern/planner/layouts.py",
-        "_layout_of(recipe, one.dtype, 1).widths if one.turn in turns_there else () for one in matrices]",
-        "_layout_of(recipe, one.dtype, 1).widths for one in matrices]",
+        "_widths_of(recipe, one.dtype, True) if one.turn in turns_there else () for one in matrices]",
+        "_widths_of(recipe, one.dtype, True) for one in matrices]",
         "A plan has state pass through slots that stays on the GPU.",
         ("tests/planner/test_muon_plan.py::TestPlanned::test_slots_of_rounds_are_those_of_a_run",),
     ),
