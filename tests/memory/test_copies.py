@@ -111,6 +111,21 @@ def test_tensors_live_until_their_copy_has_ended(slow: str) -> None:
     driver.end()
 
 
+def test_what_launched_work_uses_lives_until_it_has_ended(quick: ThreadDriver) -> None:
+    """Whoever drops ticket and tensor, as a model that is collected does."""
+    copies, release, used = Copies(quick), threading.Event(), fresh(10)
+    alive = weakref.ref(used)
+    quick.launch(release.wait)
+    copies.here([used])
+    del used
+    gc.collect(1)
+    assert alive() is not None
+    release.set()
+    copies.close()
+    gc.collect(1)
+    assert alive() is None
+
+
 def test_copies_that_are_dropped_are_waited_for() -> None:
     driver = ThreadDriver("out", delay=0.05)
     copies, dst = Copies(driver), fresh(10)

@@ -8,6 +8,14 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = (
     Mutant(
+        "launched_work_keeps_nothing",
+        "zerokern/memory/copies.py",
+        "        if keeps:\n            with self._lock:",
+        "        if False:\n            with self._lock:",
+        "Memory of a model that is collected is given to others while a launched kernel has yet to write it.",
+        ("tests/memory/test_copies.py::test_what_launched_work_uses_lives_until_it_has_ended",),
+    ),
+    Mutant(
         "slot_refilled_before_it_is_stored",
         "zerokern/memory/ring.py",
         "fetched[i % depth] = fetch(i + depth, slot, slot.drained)",

@@ -8,6 +8,22 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = (
     Mutant(
+        "remainders_of_other_values_are_taken",
+        "zerokern/optim/outside.py",
+        "        if count:\n            raise StateError(_OTHER_VALUES",
+        "        if count < 0:\n            raise StateError(_OTHER_VALUES",
+        "An optimizer that is loaded for another model makes NaNs of its zeros.",
+        ("tests/optim/test_writes.py::test_remainders_of_other_values_are_refused",),
+    ),
+    Mutant(
+        "no_graph_is_kept_of_a_stream",
+        "zerokern/kernels/captured.py",
+        "            memory.graph = graph\n",
+        "",
+        "A pool without graphs is given back, and the next graph writes into what cuBLAS had there.",
+        ("tests/optim/test_muon_captured.py",),
+    ),
+    Mutant(
         "clipped_before_the_loss_scale_is_undone",
         "zerokern/optim/decide.py",
         "return scale if max_norm is None else scale * min(1.0, max_norm / (self._norm + 1e-6))",

@@ -8,6 +8,14 @@ __all__ = ["MUTANTS"]
 
 MUTANTS = (
     Mutant(
+        "compiled_autograd_is_taken",
+        "zerokern/zero/reduction.py",
+        "        if hooks.in_compiled_backward():",
+        "        if False:",
+        "A pass of torch's compiled autograd loses gradients, and nobody hears of it.",
+        ("tests/zero/test_compile.py",),
+    ),
+    Mutant(
         "what_was_gathered_counts_as_written",
         "zerokern/zero/full_parameters.py",
         "_keep_written([one for one in params if id(one) not in before or now.get(id(one)) != before[id(one)]])",
