@@ -147,8 +147,9 @@ def test_a_key_that_is_nearly_an_option_is_refused(key: str, meant: str) -> None
     with pytest.raises(ValueError, match=rf"^param_group\['{key}'\]='int8': must be spelt '{meant}'"):
         AdamW([{"params": params, key: "int8"}])
     optimizer = AdamW(params[:1])
-    with pytest.raises(ValueError, match=meant):
-        optimizer.add_param_group({"params": params[1:], key: 0.5})
+    for listed in (params[1:], params[1]):
+        with pytest.raises(ValueError, match=meant):
+            optimizer.add_param_group({"params": listed, key: 0.5})
     assert len(optimizer.param_groups) == 1
 
 

@@ -213,8 +213,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own hyperparameters; everything is checked before the group is added."""
         if isinstance(param_group, dict) and "params" in param_group:
-            if not isinstance(param_group["params"], (Tensor, set)):
-                param_group["params"] = list(param_group["params"])
+            if not isinstance(param_group["params"], set):  # which torch refuses
+                if not isinstance(param_group["params"], Tensor):
+                    param_group["params"] = list(param_group["params"])
                 checks.group(param_group, _NOT_OF_GROUPS, self.defaults)
             checks.real(param_group["params"], len(getattr(self, "param_groups", ())))
             named, options = checks.listed(param_group["params"]), {**self.defaults, **param_group}
