@@ -21,6 +21,7 @@ import zerokern as zk
 from zerokern.cli.main import main
 from zerokern.planner.filling import has_room, less_reserve
 from zerokern.planner.forecast import step_program
+from zerokern.planner.recipe import Recipe
 
 SMALL = {"state_format": "int8", "master_format": "split8"}
 WITH_MASTER = {"state_format": "bf16", "master_format": "fp32"}
@@ -237,3 +238,10 @@ def test_rings_are_of_who_has_state_on_the_disk() -> None:
     plan = zk.plan(Mixed(Run()), optimizer="muon", device="cpu", tier=["cpu:1MB", DISK])
     assert plan.roles["ring"] == 64 << 20
     assert zk.plan(Mixed(Run()), optimizer="muon", device="cpu", tier=DISK).roles["ring"] == 2 * (64 << 20)
+
+
+def test_other_places_are_planned_with_the_ring_that_was_asked_for() -> None:
+    """Not with one of 64 MiB; where nothing is on a disk the ring takes nothing."""
+    asked = Recipe("adamw", tier="nvme", ring_nbytes=1 << 30, keep="nvme", keep_ring_nbytes=1 << 28)
+    assert asked.placed("nvme", "device", "nvme").rings_nbytes("cuda", 1) == (1 << 30) + (1 << 28)
+    assert asked.placed("cpu", "device", None).rings_nbytes("cuda", 1) == 0

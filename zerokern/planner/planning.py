@@ -403,9 +403,7 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
         if plan.settings.device == "cpu" and "cpu" in (param_tier, tier):
             continue  # the device is the host
         schedule = "sync" if tier == "device" else "overlap"
-        here = replace(
-            recipe.placed(tier, param_tier, keep), keep_ring_nbytes=recipe.keep_ring_nbytes, schedule=schedule
-        )
+        here = replace(recipe.placed(tier, param_tier, keep), schedule=schedule)
         stages: tuple[int, ...] = (0, 1, 2, 3) if plan.ranks > 1 else (0,)
         if param_tier != "device":
             stages = (3,)

@@ -260,10 +260,9 @@ class Recipe:
     def placed(self, tier: str, param_tier: str, keep: str | None) -> Recipe:
         """Returns the same recipe with state, parameters and kept inputs in other tiers, each in one."""
         kept = self.keep_budgets if keep == self.keep else ()
-        made = replace(
+        return replace(
             self, tier=tier, param_tier=param_tier, keep=keep, keep_budgets=kept, budgets=(), param_budgets=()
         )
-        return replace(made, ring_nbytes=RING_NBYTES, param_ring_nbytes=RING_NBYTES, keep_ring_nbytes=RING_NBYTES)
 
     def on(self, device: str, stage: int) -> Recipe:
         """Returns the recipe for a kind of device. On "cpu", the tiers "cpu" and "device" are the same."""
