@@ -391,6 +391,22 @@ def test_masters_that_are_loaded_before_the_first_update(asks: int) -> None:
     assert "one.weight" in case.take().names
 
 
+@each("after", [False, True])
+def test_masters_that_are_written_before_the_first_update_that_is_followed(after: bool) -> None:
+    case = Case(lr=1e-4, master_format="fp32")
+    del case.follower
+    case.step()
+    case.mirror = copy.deepcopy(case.model)
+    if after:
+        case.follower = zk.deltas(case.model, case.opt)
+    with torch.no_grad():
+        case.opt.state[case.model.one.weight]["master"].mul_(1.5)
+    if not after:
+        case.follower = zk.deltas(case.model, case.opt)
+    case.step()
+    case.take()
+
+
 def test_a_second_follower_gets_nothing_from_before() -> None:
     case = Case()
     case.step()

@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "loaded_masters_tell_nothing",
         "zerokern/optim/changed.py",
-        "self._fill, self._renewed = _EVERY, True",
-        "self._fill, self._renewed = 0, False",
+        "        for mask in self._masks.values():\n            mask.doubt()\n",
+        "",
         "After a load the next update compares what it publishes with masters that nobody has seen.",
         ("tests/interop/test_deltas.py", "tests/zero/test_publish_delta.py::test_ranks_have_the_bits_of_all"),
     ),
@@ -150,6 +150,14 @@ MUTANTS = (
         "            block.last.done()\n",
         "Packed bytes are overwritten that are still on their way to the device.",
         ("tests/optim/test_publish_device.py::test_a_slow_link",),
+    ),
+    Mutant(
+        "a_written_master_is_doubted_until_it_is_asked_for",
+        "zerokern/optim/changed.py",
+        "        self.doubtful = self.rounds\n",
+        "",
+        "A master that was written shows in the update after one without a gradient of it: other ranks are told nothing.",
+        ("tests/zero/test_publish_delta.py", "tests/interop/test_deltas.py"),
     ),
     Mutant(
         "changes_that_cannot_be_sent_end_the_step",

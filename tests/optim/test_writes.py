@@ -186,6 +186,20 @@ def test_remainders_of_other_values_are_refused(master_format: str, tier: str, c
     resumed.close()
 
 
+def test_state_that_was_removed_since_a_load_stays_removed() -> None:
+    """Of a parameter that is frozen by then, say; nothing asks for it, and nothing brings it back."""
+    optimizer, params = trained("split16")
+    resumed = AdamW(params, lr=1e-2, master_format="split16")
+    resumed.load_state_dict(optimizer.state_dict())
+    params[2].requires_grad_(False)
+    params[2].grad = None
+    del resumed.state[params[2]]
+    others = [one for one in params if one is not params[2]]
+    set_grads(others, seed=1)
+    resumed.step()
+    assert params[2] not in resumed.state and set(resumed.state) == set(others)
+
+
 @each("name, state_format", [("adamw", "fp32"), ("adamw", "int8"), ("sgd", "bf16"), ("lion", "int8")])
 @each("how", ["value", "entry", "state", "data"])
 def test_replaced_state_is_used(name: str, state_format: str, how: str) -> None:

@@ -20,6 +20,16 @@ def same_bits(ones: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(*(one.reshape(-1).view(torch.uint8) for one in pair)) for pair in pairs)
 
 
+class Partial(Net):
+    """May leave out its last layer."""
+
+    leaves = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(self.enter(x))
+        return self.leave(found) if self.leaves else found[:, :3]
+
+
 class Program:
     """A model that is trained by AdamW, step by step; others differ in what they override."""
 
@@ -288,13 +298,13 @@ class Masters(Rates):
 class MastersByHand(Slow):
     """The program writes masters, after the first publications, all of which are whole."""
 
-    replaces = False
+    replaces, when = False, STEPS - 2
     given: ClassVar[dict[str, Any]] = {"lr": 1e-6, "master_format": "fp32"}
 
     def after(self, step: int) -> None:
         state = self.optimizers[0].state
         with torch.no_grad():
-            for param in self.model.parameters() if step == STEPS - 2 else ():
+            for param in self.model.parameters() if step == self.when else ():
                 if self.replaces:
                     state[param]["master"] = state[param]["master"].detach() * 1.5
                 else:
@@ -303,6 +313,23 @@ class MastersByHand(Slow):
 
 class MastersReplaced(MastersByHand):
     replaces = True
+
+
+class MastersOfNoGradient(MastersByHand):
+    """In the step after that the last layer has no gradient: what its master was is of use in the one behind it."""
+
+    when = STEPS - 5
+
+    def net(self) -> nn.Module:
+        return built(Partial).to(self.dtype)
+
+    def loss(self, step: int) -> Tensor:
+        self.model.leaves = step != self.when + 1
+        return super().loss(step)
+
+
+class MastersOfNoGradientLater(MastersOfNoGradient):
+    given: ClassVar[dict[str, Any]] = {**MastersByHand.given, "schedule": "overlap"}
 
 
 class Split8(Rates):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +136,40 @@ def compiled_backwards(world: World) -> None:
             step_and_zero(optimizer)
 
 
+def beside_compiled_backwards(world: World) -> None:
+    """Another thread's pass, of a model that is not sharded, is no reason to refuse this one."""
+    runs, ends, failed = threading.Event(), threading.Event(), []
+
+    def compiler(graph: Any) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
+            runs.set()
+            assert ends.wait(60)
+            return graph(*given, **named)
+
+        return run
+
+    def other() -> None:
+        try:
+            with _enable(compiler):
+                torch.nn.Linear(3, 1)(torch.ones(2, 3)).sum().backward()
+        except BaseException as error:
+            failed.append(error)
+
+    torch._dynamo.reset()
+    net = built(Net)
+    world.shard(net, stage=2)
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        assert runs.wait(60)
+        mse(net, 0, world).backward()
+    finally:
+        ends.set()
+        thread.join()
+    assert not failed and all(param.grad is not None for param in net.parameters())
+
+
 def test_backwards_by_compiled_autograd_are_refused() -> None:
     """Its graph would hold the accumulation of gradients, and zk.shard be given none."""
     alone(compiled_backwards)
+    alone(beside_compiled_backwards)

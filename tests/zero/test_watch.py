@@ -9,7 +9,7 @@ import torch
 from tables import each
 
 from zerokern.memory import addresses
-from zerokern.zero.watch import Watch
+from zerokern.zero.watch import Watch, WriteLog, counting
 
 
 def without_calls(patch: pytest.MonkeyPatch) -> None:
@@ -114,3 +114,18 @@ def test_tensors_of_inference_mode_raise_as_torch_does() -> None:
     with pytest.raises(RuntimeError, match="Inference tensors"):
         Watch(tensors)
     assert Watch(tensors, versions=False).in_place()
+
+
+def test_a_log_whose_neighbour_was_interrupted_hears_of_later_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (WriteLog([weight]) for weight in weights_of(2))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(second, "note", interrupted)
+    with pytest.raises(KeyboardInterrupt), counting([first, second]):
+        pass
+    with torch.no_grad():
+        first.tensors[0].add_(1)
+    first.note()
+    assert first.places == {0}

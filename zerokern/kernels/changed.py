@@ -110,7 +110,7 @@ def add_bits(mask: Tensor, start: int, bits: Tensor) -> None:
     """
     begin, shift = divmod(start, 8)
     if shift:
-        wide = torch.nn.functional.pad(bits.to(torch.int32), (0, 1)) << shift
+        wide = torch.nn.functional.pad(bits.to(torch.int16), (0, 1)) << shift  # 15 bits at most
         wide[1:] |= wide[:-1] >> 8
         bits = (wide & 0xFF).to(torch.uint8)
     part = mask[begin : begin + bits.numel()]

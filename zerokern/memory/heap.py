@@ -25,7 +25,7 @@ def keep_freed(nbytes: int) -> bool:
     >>> keep_freed(0) in (True, False)
     True
     """
-    if nbytes > _kept[0]:
+    if nbytes > max(_kept[0], 0):
         # setting either one disables glibc's adaptation of both
         mallopt = _of_glibc("mallopt")
         if not (mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, min(nbytes, 2**31 - 1))):

@@ -414,7 +414,7 @@ class Binding:
         self.compute.stepped(self.tier, started=self.beside is not None and self.beside.count())
         with self.compute.changes.told():
             self.survey.cells.bump_versions()
-        self.compute.changes.updated()
+        self.compute.changes.updated(self.survey.params)
         self.followed.accept_writes()
 
     def shown(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:

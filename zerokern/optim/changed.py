@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,14 +24,16 @@ _EVERY = 0xFF
 
 class _Mask:
     """The bits of one tensor that is updated. `apart`: by their first element, those of rows that begin within a byte:
-    two rows, of which each may run in a thread of its own, share none. `rounds`: kernels read its master alone."""
+    two rows, of which each may run in a thread of its own, share none. `rounds`: kernels read its master alone.
+    `doubtful`: whether that may round to other values than those that were published, until an update has written
+    them."""
 
     def __init__(self, tensor: Tensor, fill: int) -> None:
         refuse_capture(tensor.device)
         self.tensor = tensor  # which keeps its id
         self.bits = torch.full((-(-tensor.numel() // 8),), fill, dtype=torch.uint8, device=tensor.device)
         self.apart: dict[int, Tensor] = {}
-        self.rounds = False
+        self.rounds = self.doubtful = False
         self.master: Tensor | None = None  # where that is in memory
         self._version = 0
         self._untold: Tensor | None = None  # bits that others were sent, and readers have yet to be told
@@ -84,12 +86,17 @@ class _Mask:
         """Counts every element as changed."""
         self.bits.fill_(_EVERY)
 
+    def doubt(self) -> None:
+        """Counts every element as changed until an update has been made of the tensor."""
+        self.doubtful = self.rounds
+        self.fill()
+
     def look(self, master: Tensor | None) -> None:
         """Counts every element as changed where somebody has written the master: kernels compare with what is there."""
         last, self.master = self.master, master
         version = 0 if master is None else master._version
         if last is not None and (last is not master or version != self._version):
-            self.fill()
+            self.doubt()
         self._version = version
 
 
@@ -151,8 +158,6 @@ class Changes:
         self._spans: list[ChangedSpan] = []  # of buckets of which ranks send each other what updates change
         self._updated: dict[int, Tensor] = {}  # by pieces that are published
         self._shards: Any = lambda: None  # a reference to those that this is of
-        self._fill = 0  # of those of masters that may have been loaded without their parameters
-        self._renewed = False  # whether no update was made since state became another one
 
     @property
     def nbytes(self) -> int:
@@ -166,19 +171,17 @@ class Changes:
 
     def add(self, reader: Reader) -> None:
         """Begins to tell a reader."""
-        if not self._renewed:
-            self._fill = 0
         self.readers.add(reader)
 
     def rows(self, rows: Iterable[tuple[Tensor, int, int, bool, Tensor | None]]) -> list[Tensor]:
         """Returns the bits of these rows: of a tensor the first element, how many, and whether what is published is
         rounded from a master, and the kernel reads that alone; the master, if it is in memory."""
         found = []
-        published = bool(self._spans) or self.sends  # and masters may have been others before: nobody has looked
         for tensor, start, numel, rounds, master in rows:
-            fill = _EVERY if published else self._fill
-            mask = self._mask_of(tensor, fill if rounds else 0)
-            mask.rounds = rounds
+            mask = self._mask_of(tensor, 0)
+            if rounds and not mask.rounds:  # its master may have been another one before: nobody has looked
+                mask.rounds = True
+                mask.doubt()
             mask.look(master)
             found.append(mask.of(start, numel))
         return found
@@ -201,13 +204,15 @@ class Changes:
 
     def renew(self) -> None:
         """State is another one: what the next update changes it may know by values that nobody has seen."""
-        self._fill, self._renewed = _EVERY, True
         for mask in self._masks.values():
-            mask.fill()
+            mask.doubt()
 
-    def updated(self) -> None:
-        """An update was made: from now on bits say all that changes."""
-        self._renewed = False
+    def updated(self, params: Iterable[Tensor]) -> None:
+        """An update of these was made: from now on bits say all that changes of them."""
+        doubtful = [mask for mask in self._masks.values() if mask.doubtful]
+        made = set(map(id, params)) if doubtful else ()
+        for mask in doubtful:
+            mask.doubtful = id(mask.tensor) not in made
 
     def wrote(self, updated: Iterable[Tensor], *, told: bool = False) -> None:
         """All values of these count as changed, which were written without bits. `told`: of those that have bits, these
@@ -219,7 +224,8 @@ class Changes:
 
     def told(self) -> AbstractContextManager[None]:
         """Context manager around what versions count as writes, and bits tell."""
-        return counting([*self.readers, *(span.writes for span in self._spans)])
+        logs = [*self.readers, *(span.writes for span in self._spans)]
+        return counting(logs) if logs else nullcontext()
 
     def replace(self, last: Any, now: Any) -> None:
         """Shards are others: what was updated in the place of parameters may be gone, with its bits."""
@@ -261,6 +267,6 @@ class Changes:
         return bits
 
     def _refill(self, mask: _Mask) -> None:
-        """Between a load and the next update no bit is cleared for good: that update has yet to show masters."""
-        if self._renewed and mask.rounds:
+        """No bit is cleared for good while an update has yet to show what a master rounds to."""
+        if mask.doubtful:
             mask.fill()

@@ -179,7 +179,7 @@ def listed(params: Any) -> list[tuple[str, Any]]:
     ([('', tensor([1.]))], [('bias', tensor([1.])), ('', tensor([1., 1.]))])
     """
     given = [params] if isinstance(params, Tensor) else params
-    return [one if isinstance(one, tuple) else ("", one) for one in given]
+    return [one[:2] if isinstance(one, tuple) else ("", one) for one in given]
 
 
 def hints(group: dict[str, Any]) -> None:

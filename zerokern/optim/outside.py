@@ -243,20 +243,25 @@ def refuse_other_values(loaded: Watch, state: Mapping[Tensor, dict[str, Any]], n
     """Raises if remainders that were loaded make a NaN of a number. No other mismatch shows, or moves a value by more
     than bf16 rounds it.
 
-    A remainder is added to the bits of its value: below those of a zero there are NaNs alone. `loaded`: what has been
-    compared by its bits since, for the model could be loaded later. `names`: of parameters, by id.
+    A remainder is added to the bits of its value: below those of a zero, and above those of an infinity, there are NaNs
+    alone. `loaded`: what has been compared by its bits since, for the model could be loaded later. `names`: of
+    parameters, by id.
     """
     for param in map(loaded.tensors.__getitem__, sorted(loaded.prints)):
-        entry = state[param]
+        entry = state.get(param, {})
         owner = on_disk_of(entry)
-        if owner is not None and owner.kept:
-            disk: Any = owner.disk
-            entry = disk.read([owner])[0]
-        if "remainder" not in entry:
+        if not (entry.keys() & {"remainder"} if owner is None else owner.kept):
             continue
         with present(param):
-            pairs = zip(*(one.detach().reshape(-1).split(_PIECE) for one in (param, entry["remainder"])), strict=True)
-            made = (exact_of(value, kept.to(value.device)).isnan() & ~value.isnan() for value, kept in pairs)
-            count = sum(int(one.sum()) for one in made)
+            values = param.detach().reshape(-1)
+            chosen = torch.cat([(one == 0).logical_or_(one.isinf()) for one in values.split(_PIECE)]).nonzero().view(-1)
+            if not chosen.numel():  # so that state on a disk is not read once more
+                continue
+            if owner is not None:
+                disk: Any = owner.disk
+                entry = disk.read([owner])[0]
+            kept = entry["remainder"].detach().reshape(-1)
+            kept = kept[chosen.to(kept.device)].to(values.device)
+            count = int(exact_of(values[chosen], kept).isnan().sum())
         if count:
             raise StateError(_OTHER_VALUES.format(name=names.get(id(param), "a parameter"), count=count))

@@ -320,10 +320,15 @@ def accumulates_here() -> bool:
 
 
 def in_compiled_backward() -> bool:
-    """Whether torch's compiled autograd runs a pass: it has traced the nodes that accumulate gradients, and does their
-    part itself, without what is asked of these nodes here."""
+    """Whether torch's compiled autograd runs a pass in this thread: it has traced the nodes that accumulate gradients,
+    and does their part itself, without what is asked of these nodes here. Its own mark is of all threads."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.in_compiled_autograd_region)
+    frame: types.FrameType | None = sys._getframe()
+    while module is not None and frame is not None:
+        if frame.f_globals is vars(module):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def current_pass() -> int:

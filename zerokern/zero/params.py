@@ -479,7 +479,8 @@ def _shard(entry: BucketEntry, memory: BucketMemory, shard: Shard) -> None:
     hooks.share_hooks(param, full)
     local = shard.piece.detach()
     body = (Sharded if entry.placed is None else ShardedDTensor).of(local, shard.here, name=shard.name)
-    shard.piece.zk_rest = local.zk_rest = memory.rest
+    if memory.rest is not None:
+        shard.piece.zk_rest = local.zk_rest = memory.rest
     body.gather_full = partial(gather_full, memory.group, memory.bucket.shard_numel, entry.place, entry.placed)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)

@@ -166,11 +166,13 @@ class WriteLog(Watch):
 @contextmanager
 def counting(logs: Iterable[WriteLog]) -> Iterator[None]:
     """Context manager within which versions count what an update has written: logs note what was written before."""
-    begun = [log for log in logs if not log._is_counting]
-    for log in begun:
-        log.note()
-        log._is_counting = True
+    begun: list[WriteLog] = []
     try:
+        for log in logs:
+            if not log._is_counting:
+                log.note()
+                begun.append(log)
+                log._is_counting = True
         yield
         for log in begun:
             log.accept_writes()
