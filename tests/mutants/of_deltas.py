@@ -156,7 +156,7 @@ MUTANTS = (
         "zerokern/optim/changed.py",
         "        self.doubtful = self.rounds\n",
         "",
-        "A master that was written shows in the update after one without a gradient of it: other ranks are told nothing.",
+        "A written master whose parameter has no gradient in the next step is told to nobody in those behind it.",
         ("tests/zero/test_publish_delta.py", "tests/interop/test_deltas.py"),
     ),
     Mutant(
