@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -209,7 +209,7 @@ class Changes:
 
     def updated(self, params: Iterable[Tensor]) -> None:
         """An update of these was made: from now on bits say all that changes of them."""
-        doubtful = [mask for mask in self._masks.values() if mask.doubtful]
+        doubtful = [mask for mask in self._masks.values() if mask.doubtful] if self._masks else ()
         made = set(map(id, params)) if doubtful else ()
         for mask in doubtful:
             mask.doubtful = id(mask.tensor) not in made
@@ -224,8 +224,7 @@ class Changes:
 
     def told(self) -> AbstractContextManager[None]:
         """Context manager around what versions count as writes, and bits tell."""
-        logs = [*self.readers, *(span.writes for span in self._spans)]
-        return counting(logs) if logs else nullcontext()
+        return counting([*self.readers, *(span.writes for span in self._spans)])
 
     def replace(self, last: Any, now: Any) -> None:
         """Shards are others: what was updated in the place of parameters may be gone, with its bits."""

@@ -141,7 +141,7 @@ class Publisher:
 
     def announce(self) -> None:
         """Count updates as writes to what autograd has read: it refuses graphs of older values."""
-        with counting(span.writes for span in self.spans):
+        with counting([span.writes for span in self.spans]):
             self._read.count_writes(self._pieces.written(accept=True))
 
     def gather_all(self, among: Callable[[BucketMemory], bool] | None = None, take: Take | None = None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress, count, groupby
 
 import torch
@@ -21,6 +21,9 @@ __all__ = ["Watch", "WriteLog", "counting", "prints_of"]
 
 _version_of, _pointer_of = operator.attrgetter("_version"), torch.Tensor.data_ptr
 _is_freed = torch.UntypedStorage._expired  # of a storage that is referred to weakly
+
+
+_NOTHING = nullcontext()
 
 
 class Watch:
@@ -163,9 +166,13 @@ class WriteLog(Watch):
             self.accept(places)
 
 
-@contextmanager
-def counting(logs: Iterable[WriteLog]) -> Iterator[None]:
+def counting(logs: Sequence[WriteLog]) -> AbstractContextManager[None]:
     """Context manager within which versions count what an update has written: logs note what was written before."""
+    return _counting(logs) if logs else _NOTHING
+
+
+@contextmanager
+def _counting(logs: Sequence[WriteLog]) -> Iterator[None]:
     begun: list[WriteLog] = []
     try:
         for log in logs:
