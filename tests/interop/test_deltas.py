@@ -351,10 +351,11 @@ def test_optimizers_that_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("asks", [0, 2])
-@pytest.mark.parametrize("tier", ["device", "cpu"])
+@pytest.mark.parametrize("tier", ["device", "cpu", "disk"])
 @pytest.mark.parametrize("schedule", ["sync", zk.Delayed(after=0), zk.Delayed(after=2)], ids=str)
-def test_masters_that_were_loaded_without_their_parameters(tier: str, schedule: Any, asks: int) -> None:
-    case = Case(master_format="fp32", tier=tier, schedule=schedule)
+def test_masters_that_were_loaded_without_their_parameters(tier: str, schedule: Any, asks: int, tmp_path: Path) -> None:
+    where: Any = zk.Nvme(tmp_path) if tier == "disk" else tier
+    case = Case(master_format="fp32", tier=where, schedule=schedule)
     for _ in range(4):
         case.step()
     case.opt.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ class Program:
     settings: ClassVar[dict[str, Any]] = {}
     given: ClassVar[dict[str, Any]] = {}
     dtype = torch.bfloat16
+    steps = STEPS
 
     def __init__(self, world: World, publish: str) -> None:
         self.world = world
@@ -77,7 +79,7 @@ class Program:
             one.zero_grad()
 
     def run(self) -> list[Tensor]:
-        for step in range(STEPS):
+        for step in range(self.steps):
             self.step(step)
         for one in self.optimizers:
             getattr(one, "flush", lambda: None)()
@@ -301,10 +303,13 @@ class MastersByHand(Slow):
     replaces, when = False, STEPS - 2
     given: ClassVar[dict[str, Any]] = {"lr": 1e-6, "master_format": "fp32"}
 
+    def written(self) -> Iterable[nn.Parameter]:
+        return self.model.parameters()
+
     def after(self, step: int) -> None:
         state = self.optimizers[0].state
         with torch.no_grad():
-            for param in self.model.parameters() if step == self.when else ():
+            for param in self.written() if step == self.when else ():
                 if self.replaces:
                     state[param]["master"] = state[param]["master"].detach() * 1.5
                 else:
@@ -318,7 +323,11 @@ class MastersReplaced(MastersByHand):
 class MastersOfNoGradient(MastersByHand):
     """In the step after that the last layer has no gradient: what its master was is of use in the one behind it."""
 
-    when = STEPS - 5
+    settings: ClassVar[dict[str, Any]] = {"bucket_bytes": 1 << 20}  # so that the last layer's is sent in that step, too
+    steps, when = 16, 11  # once changes alone are sent
+
+    def written(self) -> Iterable[nn.Parameter]:
+        return self.model.leave.parameters()  # so few that others see changes alone in that step, too
 
     def net(self) -> nn.Module:
         return built(Partial).to(self.dtype)
