@@ -47,6 +47,17 @@ def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], object]]]:
         parts = list(torch.zeros(3 * 4096, device=device).split(4096))
         ops.stream(parts[:1], parts[1:2], parts[2:], impl=impl)
 
+    def changes() -> None:
+        from zerokern.kernels.changed import pack_changed
+        from zerokern.kernels.triton.changed import group_rows, unpack
+
+        values = [torch.randn(n).bfloat16() for n in NUMELS]
+        packs = [(pack_changed(torch.full((-(-len(one) // 8),), 0x51, dtype=torch.uint8), one), one) for one in values]
+        packs = [(packed, one.to(device)) for packed, one in packs]
+        parts = (torch.cat([getattr(one, name) for one, _ in packs]) for name in ("counts", "places", "values"))
+        unpack(group_rows(packs).to(device), *(part.to(device) for part in parts))
+
+    yield "unpack of changes", changes
     yield "flatten", flattening
     yield "unflatten", unflattening
     yield "sumsq, cast, accumulate, stream", others

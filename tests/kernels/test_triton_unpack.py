@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from tables import each
@@ -14,6 +16,8 @@ from zerokern.kernels.triton import changed
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 WIDTH = 4096  # elements of a program
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHARES = [0.0, 0.003, 0.1, 0.5, 1.0, -1.0]
 SIZES = (1, 5, 127, 128, 129, 1000, WIDTH - 1, WIDTH, WIDTH + 1, 3 * WIDTH + 77)
 
 
@@ -33,10 +37,20 @@ def some_blocks(numel: int, share: float) -> Tensor:
     return found.view(-1)[:numel]
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@each("share", [0.0, 0.003, 0.1, 0.5, 1.0, -1.0])
+@each("dtype", DTYPES)
+@each("share", SHARES)
 def test_a_launch_writes_what_has_changed_of_many_tensors(share: float, dtype: torch.dtype) -> None:
     """And nothing else: margins and unchanged elements keep their bits, a NaN too. -1: blocks of all kinds."""
+    check(share, dtype)
+
+
+@pytest.mark.gpu
+def test_a_launch_on_a_gpu() -> None:
+    for share, dtype in product(SHARES, DTYPES):
+        check(share, dtype)
+
+
+def check(share: float, dtype: torch.dtype) -> None:
     packs, expected, given = [], [], []
     for numel in SIZES:
         now, before = numbers(numel, dtype, numel), numbers(numel + 8, dtype, numel + 1)
