@@ -392,6 +392,19 @@ def test_masters_that_are_loaded_before_the_first_update(asks: int) -> None:
     assert "one.weight" in case.take().names
 
 
+def test_what_is_frozen_after_a_load_is_told_once() -> None:
+    """No update shows what its master is, and nothing of it changes."""
+    case = Case(lr=1e-3, master_format="fp32")
+    case.step()
+    case.take()
+    case.opt.load_state_dict(copy.deepcopy(case.opt.state_dict()))
+    case.model.odd.requires_grad_(False)
+    for _ in range(3):
+        case.step()
+        delta = case.take()
+    assert "odd" not in delta.names and "one.weight" in delta.names
+
+
 @each("after", [False, True])
 def test_masters_that_are_written_before_the_first_update_that_is_followed(after: bool) -> None:
     case = Case(lr=1e-4, master_format="fp32")

@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "loaded_masters_tell_nothing",
         "zerokern/optim/changed.py",
-        "        for mask in self._masks.values():\n            mask.doubt()\n",
-        "",
+        "            mask.doubtful = mask.rounds\n            mask.fill()\n",
+        "            pass\n",
         "After a load the next update compares what it publishes with masters that nobody has seen.",
         ("tests/interop/test_deltas.py", "tests/zero/test_publish_delta.py::test_ranks_have_the_bits_of_all"),
     ),
@@ -154,8 +154,8 @@ MUTANTS = (
     Mutant(
         "a_written_master_is_doubted_until_it_is_asked_for",
         "zerokern/optim/changed.py",
-        "        self.doubtful = self.rounds\n",
-        "",
+        "            self.doubtful = True\n",
+        "            self.fill()\n",
         "A written master whose parameter has no gradient in the next step is told to nobody in those behind it.",
         ("tests/zero/test_publish_delta.py", "tests/interop/test_deltas.py"),
     ),

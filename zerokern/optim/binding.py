@@ -235,7 +235,7 @@ class Binding:
         """Writes all that the native call reads: hyperparameters, step counts, where the gradients are."""
         self.tier.check()
         self.begun, self._done, self._updated, self._taken = False, False, 0, 0
-        self.compute.changes.begin()
+        self.compute.changes.begin(self.survey.params)
         in_rounds = self.tier.streams and bool(self.survey.matrices)
         ns_dtypes = [one["ns_dtype"] for one in settings] if in_rounds else []
         if self.compute.is_outdated() or not self._is_laid_out or ns_dtypes != self._ns_dtypes:

@@ -25,8 +25,7 @@ _EVERY = 0xFF
 class _Mask:
     """The bits of one tensor that is updated. `apart`: by their first element, those of rows that begin within a byte:
     two rows, of which each may run in a thread of its own, share none. `rounds`: kernels read its master alone.
-    `doubtful`: whether that may round to other values than those that were published, until an update has written
-    them."""
+    `doubtful`: whether that may round to other values than those that were published: the next update may write any."""
 
     def __init__(self, tensor: Tensor, fill: int) -> None:
         refuse_capture(tensor.device)
@@ -86,17 +85,12 @@ class _Mask:
         """Counts every element as changed."""
         self.bits.fill_(_EVERY)
 
-    def doubt(self) -> None:
-        """Counts every element as changed until an update has been made of the tensor."""
-        self.doubtful = self.rounds
-        self.fill()
-
     def look(self, master: Tensor | None) -> None:
-        """Counts every element as changed where somebody has written the master: kernels compare with what is there."""
+        """Doubts a master that somebody has written: kernels compare with what is there."""
         last, self.master = self.master, master
         version = 0 if master is None else master._version
         if last is not None and (last is not master or version != self._version):
-            self.doubt()
+            self.doubtful = True
         self._version = version
 
 
@@ -180,8 +174,8 @@ class Changes:
         for tensor, start, numel, rounds, master in rows:
             mask = self._mask_of(tensor, 0)
             if rounds and not mask.rounds:  # its master may have been another one before: nobody has looked
-                mask.rounds = True
-                mask.doubt()
+                mask.rounds = mask.doubtful = True
+                mask.fill()
             mask.look(master)
             found.append(mask.of(start, numel))
         return found
@@ -193,26 +187,33 @@ class Changes:
             mask = self._masks[id(tensor)] = _Mask(tensor, fill)
         return mask
 
-    def begin(self) -> None:
-        """An update begins: what is rounded from masters that others have written counts as changed. Bits that nobody
-        reads any more give their memory back, which tables keep as long as they point at it."""
+    def begin(self, params: Iterable[Tensor]) -> None:
+        """An update of these begins: what is rounded from masters that others have written counts as changed. Bits that
+        nobody reads any more give their memory back, which tables keep as long as they point at it."""
         if not self.wanted:
             self._masks.clear()
         for mask in self._masks.values():
             if mask.master is not None:
                 mask.look(mask.master)
+        for mask in self._doubtful(params):
+            mask.fill()
 
     def renew(self) -> None:
         """State is another one: what the next update changes it may know by values that nobody has seen."""
         for mask in self._masks.values():
-            mask.doubt()
+            mask.doubtful = mask.rounds
+            mask.fill()
 
     def updated(self, params: Iterable[Tensor]) -> None:
         """An update of these was made: from now on bits say all that changes of them."""
-        doubtful = [mask for mask in self._masks.values() if mask.doubtful] if self._masks else ()
-        made = set(map(id, params)) if doubtful else ()
-        for mask in doubtful:
-            mask.doubtful = id(mask.tensor) not in made
+        for mask in self._doubtful(params):
+            mask.doubtful = False
+
+    def _doubtful(self, params: Iterable[Tensor]) -> list[_Mask]:
+        """Returns those of these parameters whose masters are in doubt: others stay so until an update of them."""
+        found = [mask for mask in self._masks.values() if mask.doubtful] if self._masks else []
+        here = set(map(id, params)) if found else ()
+        return [mask for mask in found if id(mask.tensor) in here]
 
     def wrote(self, updated: Iterable[Tensor], *, told: bool = False) -> None:
         """All values of these count as changed, which were written without bits. `told`: of those that have bits, these
@@ -252,20 +253,9 @@ class Changes:
             bits = mask.tell()
             for reader in self.readers if bool(bits.any()) else ():
                 reader.join(bits, *owners.get(key, (mask.tensor,)))
-            self._refill(mask)
 
     def take(self, published: Tensor, elements: slice | None = None) -> Tensor | None:
         """Returns the bits of what is sent to others: of a piece, or of these elements of a host copy, of which the
         device has yet to be sent them. None: no row has it."""
         mask = self._masks.get(id(self._updated.get(id(published), published)))
-        if mask is None:
-            return None
-        bits = mask.take(elements, keeps=bool(self.readers))
-        if elements is None:
-            self._refill(mask)
-        return bits
-
-    def _refill(self, mask: _Mask) -> None:
-        """No bit is cleared for good while an update has yet to show what a master rounds to."""
-        if mask.doubtful:
-            mask.fill()
+        return None if mask is None else mask.take(elements, keeps=bool(self.readers))
